@@ -236,6 +236,14 @@ class Later(HostLink):
     def out(self, host, tensor):
         self._start(host, tensor)
 
+    def out_all(self, hosts, tensors):
+        for host, tensor in zip(hosts, tensors, strict=True):
+            self.out(host, tensor)
+
+    def back_all(self, tensors, hosts):
+        for tensor, host in zip(tensors, hosts, strict=True):
+            self.back(tensor, host)
+
     def bring(self, tensor, host):
         self._start(tensor, host)
 

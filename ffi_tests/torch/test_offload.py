@@ -42,7 +42,7 @@ def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed)
 def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
     waits = training(seed, offloaded(bucket_bytes=2000, overlap=False))
     link = Later()
-    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     same(training(seed, offloaded(bucket_bytes=2000)), waits)
     assert link._last is not None
 
@@ -53,16 +53,16 @@ def test_a_step_moves_the_gradient_out_and_the_weights_in_once(dtype, max_norm, 
     moved = {"out": 0, "in": 0}
 
     class Counted(HostLink):
-        def out(self, host, tensor):
-            moved["out"] += tensor.nbytes
-            super().out(host, tensor)
+        def out_all(self, hosts, tensors):
+            moved["out"] += sum(tensor.nbytes for tensor in tensors)
+            super().out_all(hosts, tensors)
 
-        def back(self, tensor, host):
-            moved["in"] += host.nbytes
-            super().back(tensor, host)
+        def back_all(self, tensors, hosts):
+            moved["in"] += sum(host.nbytes for host in hosts)
+            super().back_all(tensors, hosts)
 
     link = Counted()
-    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     for verdict in ("step", "forward"):
         model, optimizer, _ = run(
             lambda model, verdict=verdict: offload(model, bucket_bytes=1, max_norm=max_norm, verdict=verdict), dtype, spike=None
@@ -365,9 +365,10 @@ def test_backward_compares_nothing_that_is_on_a_device(written, monkeypatch):
         is_apart = True
 
     link, compared = Device(), []
-    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
-    plain = spillway.torch._offload.plan.Comparison
-    monkeypatch.setattr("spillway.torch._offload.plan.Comparison", lambda *sums: compared.append(True) or plain(*sums))
+    monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
+    for module in (spillway.torch._offload.bucket, spillway.torch._offload.plan):
+        plain = module.Comparison
+        monkeypatch.setattr(module, "Comparison", lambda *sums, plain=plain: compared.append(True) or plain(*sums))
 
     def trained(make):
         params = [torch.nn.Parameter(torch.ones(40)) for _ in range(3)]

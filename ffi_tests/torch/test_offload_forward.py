@@ -26,7 +26,7 @@ def test_a_verdict_in_the_next_forward_gives_the_bits_of_one_in_step(seed, monke
     waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
     if seed % 4 == 1:
         link = Later()
-        monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+        monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     same(training(seed, offloaded("forward", bucket_bytes=bucket, overlap=seed % 4 < 3)), waits)
 
 

@@ -13,7 +13,9 @@ from offload_runs import backward, offload, trained, values
 
 import spillway
 import spillway.torch
+from spillway.torch._offload import bucket as bucket_module
 from spillway.torch._offload import plan as offload_plan
+from spillway.torch._offload import slot as slot_module
 
 
 def test_an_error_of_the_engine_is_raised_once():
@@ -75,7 +77,7 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
     optimizer = offload(params, lr=0.1, bucket_bytes=1, tail=tail)
     backward(params)
     optimizer.step()
-    publish, published = offload_plan.Slot.publish, []
+    publish, published = bucket_module.Bucket.publish, []
 
     def interrupted(self):
         if len(published) == 1:
@@ -84,7 +86,7 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
 
     backward(params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_plan.Slot, "publish", interrupted)
+        patch.setattr(bucket_module.Bucket, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     with torch.no_grad():
@@ -105,18 +107,19 @@ def test_no_backward_completes_a_step_that_an_exception_interrupted(times):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
         optimizer = offload(model, lr=0.1, max_norm=1.0, bucket_bytes=1)
-        calls, publish = iter(range(times)), offload_plan.Slot.publish
+        calls, publish = iter(range(times)), bucket_module.Bucket.publish
 
-        def raises(slot):
-            publish(slot)
+        def raises(bucket):
+            places = publish(bucket)
             if next(calls, None) is not None:
                 raise KeyboardInterrupt
+            return places
 
         for step in range(3):
             model(torch.ones(2, 4)).square().mean().backward()
             if interrupted and step == 1:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(offload_plan.Slot, "publish", raises)
+                    patch.setattr(bucket_module.Bucket, "publish", raises)
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.step()
                 if times == 2:
@@ -233,7 +236,7 @@ def test_parameters_without_elements_and_a_closed_optimizer():
 @pytest.mark.parametrize("after", range(8))
 def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
     """A signal handler may raise while a step takes over the memory or the states of a parameter: here at a call of `local`."""
-    use, local = offload_plan.Slot.use, offload_plan.local
+    use, local = slot_module.Slot.use, slot_module.local
 
     def interrupted_use(slot, state):
         calls = iter(range(after))
@@ -243,11 +246,11 @@ def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
                 raise KeyboardInterrupt
             return local(tensor)
 
-        monkeypatch.setattr(offload_plan, "local", raises)
+        monkeypatch.setattr(slot_module, "local", raises)
         try:
             use(slot, state)
         finally:
-            monkeypatch.setattr(offload_plan, "local", local)
+            monkeypatch.setattr(slot_module, "local", local)
 
     def run(interrupted):
         torch.manual_seed(0)
@@ -258,13 +261,13 @@ def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
             model.zero_grad()
             model(torch.ones(2, 4)).square().sum().backward()
             if interrupted:
-                monkeypatch.setattr(offload_plan.Slot, "use", interrupted_use)
+                monkeypatch.setattr(slot_module.Slot, "use", interrupted_use)
                 try:
                     return optimizer.step()
                 except KeyboardInterrupt:
                     pass
                 finally:
-                    monkeypatch.setattr(offload_plan.Slot, "use", use)
+                    monkeypatch.setattr(slot_module.Slot, "use", use)
             optimizer.step()
 
         step()

@@ -15,7 +15,8 @@ import spillway
 import spillway.torch
 from spillway import _arguments
 from spillway.torch._copies import HostLink
-from spillway.torch._offload import plan as offload_plan
+from spillway.torch._offload import bucket as bucket_module
+from spillway.torch._offload import slot as slot_module
 
 
 def test_nothing_is_stepped_if_a_gradient_has_nan():
@@ -161,7 +162,7 @@ def test_a_model_without_layers_names_the_cure():
 def test_an_option_that_is_none_is_an_error_of_step_that_names_the_group(option, value, words, later, monkeypatch):
     if later:
         link = Later()
-        monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+        monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
     optimizer = offload([{"params": [param]} for param in params], lr=0.1, bucket_bytes=1)
     backward(params)
@@ -181,12 +182,12 @@ def test_an_option_that_is_none_is_an_error_of_step_that_names_the_group(option,
 def test_an_error_in_the_thread_of_the_copies_is_one_of_step(monkeypatch):
     """The last parameter is copied by a thread, and backward waits for that thread where the next one needs no copy."""
     link = Later()
-    monkeypatch.setattr(offload_plan, "link_to", lambda param: link if param.numel() == 5 else HostLink())
+    monkeypatch.setattr(slot_module, "link_to", lambda param: link if param.numel() == 5 else HostLink())
     params, optimizer = trained(3, 4, 5, bucket_bytes=1)
     before = values(params)
     with pytest.MonkeyPatch.context() as patch:
-        # An error that arises in the package.
-        patch.setattr(offload_plan.Lane, "submit", functools.partial(_arguments.real, "bucket"))
+        # An error that arises in the package: no function of this file calls it.
+        patch.setattr(bucket_module.Bucket, "submit", property(lambda bucket: functools.partial(_arguments.real, "bucket", bucket)))
         backward(params)
         with pytest.raises(spillway.InvalidArgumentError, match="bucket is"):
             optimizer.step()

@@ -17,7 +17,7 @@ def test_a_training_with_a_tail_has_the_bits_of_one_without(seed, monkeypatch):
     waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
     if seed % 4 > 1:
         link = Later()
-        monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+        monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     same(training(seed, offloaded(verdict, bucket_bytes=bucket, tail=1 + seed % 5)), waits)
 
 
@@ -37,7 +37,7 @@ def test_the_tail_is_what_backward_completes_last_and_is_not_copied(monkeypatch)
             super().out(host, tensor)
 
     link = Counted()
-    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     layers = [torch.nn.Linear(size, size + 1, bias=False) for size in (3, 4, 5, 6)]
     # The groups are in another order than the layers.
     groups = [{"params": [layer.weight for layer in layers[2:]]}, {"params": [layer.weight for layer in layers[:2]]}]

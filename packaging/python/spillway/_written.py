@@ -13,14 +13,34 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, methodcaller, ne
 from typing import Any
 
 from . import _native
+
+_version, _dtype = attrgetter("_version"), attrgetter("dtype")
+_data_ptr, _numel, _is_inference = methodcaller("data_ptr"), methodcaller("numel"), methodcaller("is_inference")
+#: Lists of one length: of each tensor one fact.
+Facts = tuple[list[Any], ...]
 
 
 def facts(tensor: Any) -> tuple[Any, ...]:
     """What a write that torch sees changes. That of a DTensor is asked of the part that this process holds."""
     return id(tensor), version(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def facts_of(tensors: Sequence[Any]) -> Facts:
+    """The facts of many tensors: a list for each fact. An object for each tensor would cost more in Python's garbage collector."""
+    versions = [*map(version if any(map(_is_inference, tensors)) else _version, tensors)]
+    return [*map(id, tensors)], versions, [*map(_data_ptr, tensors)], [*map(_dtype, tensors)], [*map(_numel, tensors)]
+
+
+def differing(now: Facts, before: Facts) -> list[int]:
+    """The places of the tensors whose facts differ."""
+    if now == before:
+        return []
+    places = range(len(now[0]))
+    return sorted({place for one, other in zip(now, before) for place in itertools.compress(places, map(ne, one, other))})
 
 
 def version(tensor: Any) -> int:

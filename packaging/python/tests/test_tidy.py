@@ -29,7 +29,7 @@ INTERNAL = {
     "deepspeed._settings": {"ValueError"},
     "megatron._saved": {"ValueError"},
     "torch._offload.flow": {"RuntimeError"},
-    "torch._offload.plan": {"ValueError"},
+    "torch._offload.slot": {"ValueError"},
     "torch._tier_states": {"KeyError"},
 }
 

@@ -30,9 +30,17 @@ class HostLink:
         """Starts the copy of a tensor to the host."""
         host.copy_(tensor)
 
+    def out_all(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """As `out` for each pair."""
+        _copy_all(hosts, tensors)
+
     def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor. Later work of the caller on that device sees it."""
         tensor.copy_(host)
+
+    def back_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
+        """As `back` for each pair."""
+        _copy_all(tensors, hosts)
 
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
@@ -60,21 +68,33 @@ class DeviceLink(HostLink):
 
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts the copy of a tensor to the host, after the caller's work on the device."""
+        self.out_all([host], [tensor])
+
+    def out_all(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """As `out` for each pair."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)
+            _copy_all(hosts, tensors)
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor; the caller's later work on the device waits for it."""
-        self.bring(tensor, host)
+        self.back_all([tensor], [host])
+
+    def back_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
+        """As `back` for each pair."""
+        self._bring_all(tensors, hosts)
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor, after the caller's work on the device."""
+        self._bring_all([tensor], [host])
+
+    def _bring_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            tensor.copy_(host, non_blocking=True)
+            _copy_all(tensors, hosts)
 
     def release(self) -> None:
         """Makes the caller's later work on the device wait for the copies that were started before."""
@@ -87,6 +107,12 @@ class DeviceLink(HostLink):
     def wait(self, fence: Any) -> None:
         """Makes the caller's later work on the device wait for the copies of a fence."""
         torch.accelerator.current_stream(self._device).wait_event(fence)
+
+
+def _copy_all(to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies of tensors, in one call; those between a device and page-locked memory are only begun."""
+    if to:
+        torch._foreach_copy_(to, sources, non_blocking=True)
 
 
 def wait(fence: Any) -> None:

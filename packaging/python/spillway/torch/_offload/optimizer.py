@@ -23,7 +23,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +39,9 @@ from .._keywords import check_keywords
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW
 from .._tensors import averages_later, is_partial, is_trained, lasting, local
-from .plan import FLOATS, Decision, Plan, Slot
+from .plan import Decision, Plan
+from .prepared import Prepared, next_steps
+from .slot import FLOATS, Slot
 from .tail import apart_in_bits, room
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -253,16 +255,16 @@ class Offloaded(torch.optim.Optimizer):
 
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
-        slot.arrived = next(self._arrivals)
+        slot.arrived, plan = next(self._arrivals), self._plan
         self._check_forward(slot)
-        overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
-        if self._accumulates or self._no_overlap or not overlaps or averages_later(slot.param):
-            return
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
-        if self._plan is None or self._plan.tail != self._tail:
+        if plan is None or plan.tail != self._tail or self._accumulates or self._no_overlap:
+            return
+        overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
+        if not overlaps or averages_later(slot.param):
             return
         try:
-            self._start(slot, self._plan)
+            self._start(slot, plan)
         except BaseException as error:
             self._interrupt()
             # Backward continues after an error of the package, which step() raises if it is still there. It would not raise that of a
@@ -289,12 +291,17 @@ class Offloaded(torch.optim.Optimizer):
         if bucket is not None and bucket.stays:
             return
         # Not if this is another backward, while the first one's gradients are in use.
-        if slot.seen is not None or bucket is None or slot.refusal() or not slot.holds(self._states.get(slot.param)):
+        if bucket is None or not bucket.arrives(slot):
             return self._interrupt()
-        slot.take()
-        if bucket.is_complete() and self._clipped < _CLIPPED_IN_A_ROW:
+        if not bucket.is_complete():
+            return
+        if not bucket.is_as_stepped(self._states):
+            return self._interrupt()
+        bucket.take(marked=True)
+        if self._clipped < _CLIPPED_IN_A_ROW:
             if not plan.is_open:
-                plan.begin(self._all_options(plan, self._scale), self._limit)
+                numbers = self._numbers(plan.slots)
+                plan.begin(numbers, self._all_options(plan, numbers, self._scale), self._limit)
             plan.submit(bucket)
 
     def _interrupt(self) -> None:
@@ -382,20 +389,12 @@ class Offloaded(torch.optim.Optimizer):
 
     def _submit(self, scale: float, others: Any) -> None:
         """Has all buckets stepped."""
-        live = [slot for slot in self._sync_slots() if slot.param.grad is not None]
+        plan = self._plan
+        prepared = plan.prepared if plan is not None else None
+        is_prepared = prepared is not None and prepared.holds(self.param_groups, self._states)
+        live = plan.slots if plan is not None and is_prepared else self._live()
         if not live:
             return self._interrupt()
-        if self._search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
-            self._interrupt()
-            raise UnsupportedError(
-                f"offload: tail is 'auto' with several processes and parameters on {device}, which torch steps: replicas could differ by "
-                "roundings; pass the same number of buckets in all processes"
-            )
-        plan = self._plan
-        for slot in live:
-            if reason := slot.refusal():
-                self._interrupt()
-                raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
         if plan is not None and plan.is_open:
             if self._no_overlap or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
@@ -406,27 +405,50 @@ class Offloaded(torch.optim.Optimizer):
                         "fetched before, and may hold a step that was rolled back; load a state dict, and read optimizer.state after "
                         "backward"
                     )
-        self._use_states(live)
-        if plan is None or not plan.is_of(live, self._number, others, self._tail):
+        if not is_prepared:
+            self._use_states(live)
+        numbers = prepared.numbers() if prepared is not None and is_prepared else self._numbers(live)
+        if plan is None or not plan.is_of(live, numbers, others, self._tail):
             parts, before = self._parts(), plan
 
             def counts(slot: Slot) -> bool:
                 return parts is None or parts.count(slot.param, slot.name)
 
-            plan = self._plan = Plan(live, self._number, counts, others, self._bucket_bytes, self._tail)
+            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self._tail)
             if before is not None:
                 before.close()
             # The states of the tail go to its device.
             self._use_states(live)
-        for slot in live:
+            is_prepared = False
+        if not is_prepared:
+            plan.prepared = Prepared(self.param_groups, live, self._states)
+        for bucket in plan.buckets:
             # Those of a submitted bucket were compared by `stands`.
-            if not plan.was_submitted(slot) and not slot.is_current():
-                slot.take(marked=False)
+            if not bucket.submitted and not bucket.is_current():
+                bucket.take(marked=False)
         if not plan.is_open:
-            plan.begin(self._all_options(plan, scale), self._limit)
+            plan.begin(numbers, self._all_options(plan, numbers, scale), self._limit)
         self._scale = scale
         for bucket in plan.buckets:
             plan.submit(bucket)
+
+    def _live(self) -> list[Slot]:
+        """The parameters that have gradients, which fit them.
+
+        Raises:
+            InvalidArgumentError, UnsupportedError: One does not; nothing was stepped."""
+        live = [slot for slot in self._sync_slots() if slot.param.grad is not None]
+        if live and self._search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
+            self._interrupt()
+            raise UnsupportedError(
+                f"offload: tail is 'auto' with several processes and parameters on {device}, which torch steps: replicas could differ by "
+                "roundings; pass the same number of buckets in all processes"
+            )
+        for slot in live:
+            if reason := slot.refusal():
+                self._interrupt()
+                raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
+        return live
 
     def _measure(self) -> _norm.Measured:
         """Waits until the gradients of all buckets are measured."""
@@ -437,8 +459,11 @@ class Offloaded(torch.optim.Optimizer):
 
     def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
         """True if what was stepped is what a step would do now."""
-        same = all(slot.holds(self._states.get(slot.param)) for slot in live)
-        return same and plan.stands(live, self._all_options(plan, self._scale), others, self._limit, self._tail)
+        if not all(slot.holds(self._states.get(slot.param)) for slot in live):
+            return False
+        # The options of the lanes are those of its own parameters.
+        numbers, own = self._numbers(live), self._numbers(plan.slots)
+        return plan.stands(live, numbers, self._all_options(plan, own, self._scale), others, self._limit, self._tail)
 
     def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
         """The verdict that follows from the norm."""
@@ -518,8 +543,7 @@ class Offloaded(torch.optim.Optimizer):
                 plan.publish()
         plan.finish()
         if not decision.skips:
-            for slot in plan.slots:
-                slot.count(plan.numbers[slot])
+            plan.count()
 
     def _start_clock(self) -> None:
         """The program waits for the step from now on."""
@@ -596,10 +620,12 @@ class Offloaded(torch.optim.Optimizer):
 
     # Plans.
 
-    def _number(self, slot: Slot) -> int:
-        """Number of a parameter's next step."""
-        state = self._states.get(slot.param)
-        return int(state["step"]) + 1 if state else 1
+    def _numbers(self, slots: Sequence[Slot]) -> list[int]:
+        """Number of the next step of each parameter."""
+        states = [self._states.get(slot.param) for slot in slots]
+        if all(states):
+            return next_steps([state["step"] for state in states if state])
+        return [int(state["step"]) + 1 if state else 1 for state in states]
 
     @lasting()
     def _use_states(self, live: list[Slot]) -> None:
@@ -612,12 +638,12 @@ class Offloaded(torch.optim.Optimizer):
                 self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
                 slot.use(state)
 
-    def _all_options(self, plan: Plan, scale: float) -> list[Any]:
-        """The C options of each lane."""
-        found = []
+    def _all_options(self, plan: Plan, numbers: Sequence[int], scale: float) -> list[Any]:
+        """The C options of each lane, for steps of the plan's parameters with these numbers."""
+        found, number_of = [], dict(zip(plan.slots, numbers))
         for lane in plan.lanes:
             options = _abi.sized(self._rule.options_type)
-            self._rule.put_options(options, self.param_groups[lane.group], lane.group, plan.number_of(lane) - 1, scale)
+            self._rule.put_options(options, self.param_groups[lane.group], lane.group, number_of[lane.buckets[0].slots[0]] - 1, scale)
             found.append(options)
         return found
 

@@ -1,0 +1,288 @@
+"""Parameters of offload() that are stepped together. Each question about them is one comparison of lists, and each copy one call for all.
+
+Invariants:
+- `_seen` is set once the copies of `take` have begun: it tells the gradients and weights that are copied.
+- A copy of weights is that of a parameter while facts and sum of the parameter, and the number of uses of its slot, are those in `_copied`
+  and `_weight_sums`. `_copied` is None while copies are written."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sums
+from ...optim import tensor_table
+from .._copies import HostLink, wait
+from .._states import MASTER
+from .._tensors import DTensor, local
+from .slot import Slot, plain
+
+_data_ptr = torch.Tensor.data_ptr
+_uses, _link, _version = attrgetter("uses"), attrgetter("link"), attrgetter("_version")
+#: Of the facts of tensors those of their memory.
+_MEMORY = slice(2, None)
+
+
+class Bucket:
+    """Parameters that are stepped together; `place` is its place in the lane.
+
+    Attributes:
+        number: Its number in the rounds of the lane's engine, if it is not in the tail.
+        stays: The bucket is in the tail."""
+
+    number = 0
+
+    def __init__(self, lane: Any, place: int, slots: list[Slot]):
+        self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
+        self._params = [slot.param for slot in slots]
+        self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
+        #: The parameters whose gradients backward has completed since the last step.
+        self._arrived: set[Slot] = set()
+        #: The facts of gradients and parameters when the gradients were copied; None for gradients whose change nobody asks for.
+        self._seen: tuple[Facts | None, Facts] | None = None
+        #: The gradients then: their memory cannot become that of others before the step. Their sums; None: nobody asks.
+        self._held: list[Any] = []
+        self._grad_sums: list[Any] | None = None
+        #: Facts and uses of the parameters when their weights were copied, and the sums of the parameters then.
+        self._copied: Facts | None = None
+        self._weight_sums: list[Any] = [None] * len(slots)
+        #: What takes the sums of parameters in host memory, and writes to them without a version, while their memory is this.
+        self._in_memory: tuple[Facts, Sums, list[torch.Tensor]] | None = None
+        self._versions: list[int] = []
+        #: For these uses of the slots the arrays of the C table and the tensors of the states.
+        self._lists: tuple[list[int], list[tuple[Any, ...]], list[torch.Tensor]] | None = None
+        #: The addresses of the arrays, the C table, and what keeps its memory.
+        self._table: tuple[list[int], Any, list[Any]] | None = None
+
+    # During backward.
+
+    def arrives(self, slot: Slot) -> bool:
+        """Notes that backward has completed a gradient. False if it has done so before, since the last step."""
+        if self._seen is not None or slot in self._arrived:
+            return False
+        self._arrived.add(slot)
+        return True
+
+    def is_complete(self) -> bool:
+        """True if backward has completed all gradients."""
+        return len(self._arrived) == len(self.slots)
+
+    def is_used(self) -> bool:
+        """True if a gradient has arrived or was copied since the last step."""
+        return self._seen is not None or bool(self._arrived)
+
+    def is_as_stepped(self, states: Any) -> bool:
+        """True if all gradients can be copied, and the parameters have the states and the memory that are stepped."""
+        return all(not slot.refusal() and slot.holds(states.get(slot.param)) for slot in self.slots)
+
+    def completed(self) -> int:
+        """A number that rises with the moment at which backward completed the bucket."""
+        return max(slot.arrived for slot in self.slots)
+
+    # The copies.
+
+    def take(self, marked: bool) -> None:
+        """Copies the gradients, and weights that the program has changed. `marked`: `is_current` can tell later whether a gradient has
+        changed since."""
+        owns = self._owns()
+        now, grads = facts_of(owns), self._grads()
+        with torch.no_grad():
+            if self.stays:
+                for slot, own, grad in zip(self.slots, owns, grads):
+                    slot.grad, slot.then = plain(grad.detach(), slot.param.dtype), facts(own)
+                    slot.follow(own.detach())
+            else:
+                self._copy_weights(owns, now, compared_later=marked)
+                for link, places in self._by_link(range(len(owns))):
+                    link.out_all([self.slots[place].grad for place in places], [grads[place] for place in places])
+            self._grad_sums = sums(grads) if marked else None
+        self._held = [param.grad for param in self._params]
+        self._versions = self._state_versions()
+        self._seen = facts_of(grads) if marked else None, now
+
+    def _copy_weights(self, owns: list[torch.Tensor], now: Facts, compared_later: bool) -> None:
+        """Copies the weights that are not on the host. `compared_later`: step() compares the sums of all parameters, so that backward does
+        not wait for a device."""
+        known = (*now, self._uses())
+        others = set(range(len(owns)) if self._copied is None else differing(known, self._copied))
+        asked = [place for place in range(len(owns)) if place not in others and not (compared_later and self.slots[place].link.is_apart)]
+        if asked:
+            found = self._memory_of(owns, now)[0].take()
+            differ = Comparison([found[place] for place in asked], [self._weight_sums[place] for place in asked])
+            others |= {asked[place] for place in differ.places()}
+        if not others:
+            return
+        self._copied, places = None, sorted(others)
+        totals = sums([owns[place] for place in places])
+        for link, own in self._by_link(places):
+            link.out_all([self.slots[place].weights for place in own], [owns[place].detach() for place in own])
+            if followers := [self.slots[place] for place in own if MASTER in self.slots[place].parts]:
+                wait(link.fence())
+                for slot in followers:
+                    slot.follow(slot.weights)
+        for place, total in zip(places, totals):
+            self._weight_sums[place] = total
+        self._copied = known
+
+    def is_current(self) -> bool:
+        """True if the copies are those of the present gradients and weights."""
+        if not self.may_be_current():
+            return False
+        now, before = zip(*self.compared())
+        return not Comparison(sums(now), before)
+
+    def may_be_current(self) -> bool:
+        """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
+        if self.stays or self._seen is None or self._seen[0] is None or any(param.grad is None for param in self._params):
+            return False
+        return self._seen == (facts_of(self._grads()), facts_of(self._owns()))
+
+    def compared(self) -> Iterable[tuple[torch.Tensor, Any]]:
+        """Gradients and parameters, and their sums when they were copied."""
+        yield from zip(self._grads(), self._grad_sums or ())
+        yield from self.weights_then()
+
+    def weights_then(self) -> Iterable[tuple[torch.Tensor, Any]]:
+        """Each parameter, and its sum when its gradient was copied; of one that stays, when the step returned before its verdict."""
+        return zip(self._owns(), self._weight_sums)
+
+    def edited(self) -> Slot | None:
+        """A parameter to whose state the program wrote since the gradients were copied; None if there is none."""
+        if self._state_versions() == self._versions:
+            return None
+        pairs = zip(self._versions, self._state_versions(), (slot for slot in self.slots for _ in slot.parts))
+        return next((slot for before, now, slot in pairs if before != now), self.slots[0])
+
+    def written(self) -> list[int]:
+        """The places of parameters to which the program wrote since the gradients were copied, in a way that torch sees."""
+        return [] if self._seen is None else differing(facts_of(self._owns()), self._seen[1])
+
+    # The step.
+
+    def submit(self) -> None:
+        """Has the lane's engine step the bucket."""
+        table, held = self._rows()
+        self.lane.speculation.submit_table("spw_spec_submit", self.number, held, ctypes.addressof(table), len(table), None)
+
+    def _rows(self) -> tuple[Any, list[Any]]:
+        """The C table, and what keeps its memory."""
+        rows, _ = self._memory_of_slots()
+        addresses = [*map(_data_ptr, chain.from_iterable(rows))]
+        if self._table is None or self._table[0] != addresses:
+            table, held = tensor_table(self.lane.adam, rows)
+            for row in table:
+                row.options = ctypes.addressof(self.lane.options)
+            self._table = addresses, table, held
+        return self._table[1:]
+
+    def wait(self) -> None:
+        """Waits until the new weights are final."""
+        if self.stays:
+            self.lane.tail.step(self.place)
+        else:
+            self.lane.speculation.wait(self.number)
+
+    def release(self) -> None:
+        """The step returns before its verdict, and the program may write to the gradients."""
+        if self.stays:
+            for slot in self.slots:
+                slot.grad = slot.grad.clone()
+
+    def released(self) -> None:
+        """The versions of the parameters have grown, not by a write of the program."""
+        if self._seen is None:
+            return
+        owns = self._owns()
+        self._seen = self._seen[0], facts_of(owns)
+        if self.stays:
+            self._weight_sums = sums(owns)
+            for slot, own in zip(self.slots, owns):
+                slot.then = facts(own)
+
+    def publish(self) -> list[int]:
+        """Gives the parameters their new weights, except those to which the program has written since the verdict, after a signal that
+        interrupted the step; returns the places of the others. Versions are those of before until `published`."""
+        owns = self._owns()
+        now = facts_of(owns)
+        written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
+        places = [place for place in range(len(owns)) if place not in written]
+        if self.stays:
+            for place in places:
+                weights, to = self.slots[place].weights, owns[place].data
+                # A parameter that is plain was stepped in place.
+                if weights.data_ptr() != to.data_ptr():
+                    to.copy_(weights)
+            return places
+        memory, to = self._memory_of(owns, now)
+        for link, own in self._by_link(places):
+            link.back_all([to[place] for place in own], [self.slots[place].weights for place in own])
+        self._weight_sums = memory.take()
+        return places
+
+    def published(self, places: Sequence[int]) -> None:
+        """The versions of these parameters have grown by their new weights."""
+        known = (*facts_of(self._owns()), self._uses())
+        for place in {*range(len(self.slots))}.difference(places):
+            # The copy is not that of a parameter to which the program has written.
+            known[0][place] = None
+        self._copied = known
+
+    def count(self, number: int) -> None:
+        """Sets the number of steps."""
+        steps = [slot.parts["step"] for slot in self.slots]
+        torch._foreach_copy_(steps, [torch.full_like(steps[0], number)] * len(steps))
+
+    def forget(self) -> None:
+        """The copies of the gradients are not used any more."""
+        self._seen, self._held = None, []
+        self._arrived.clear()
+        if self.stays:
+            for slot in self.slots:
+                slot.forget()
+
+    # Lists.
+
+    def _owns(self) -> list[torch.Tensor]:
+        return self._params if self._is_plain else [*map(local, self._params)]
+
+    def _grads(self) -> list[Any]:
+        return [local(param.grad) for param in self._params]
+
+    def _memory_of_slots(self) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
+        """The arrays of each row, of a bucket on the host, and the tensors of all states."""
+        uses = self._uses()
+        if self._lists is None or self._lists[0] != uses:
+            rows = [] if self.stays else [slot.row() for slot in self.slots]
+            self._lists = uses, rows, [*chain.from_iterable(slot.parts.values() for slot in self.slots)]
+        return self._lists[1:]
+
+    def _state_versions(self) -> list[int]:
+        return [*map(_version, self._memory_of_slots()[1])]
+
+    def _uses(self) -> list[int]:
+        return [*map(_uses, self.slots)]
+
+    def _by_link(self, places: Iterable[int]) -> list[tuple[HostLink, list[int]]]:
+        """The links of these parameters, each with the places of its own."""
+        links = self.links()
+        if len(links) == 1:
+            return [(links[0], [*places])]
+        return [(link, [place for place in places if self.slots[place].link is link]) for link in links]
+
+    def links(self) -> list[HostLink]:
+        """The links of the parameters."""
+        return [*dict.fromkeys(map(_link, self.slots))]
+
+    def _memory_of(self, owns: list[torch.Tensor], now: Facts) -> tuple[Sums, list[torch.Tensor]]:
+        """What takes the sums of the parameters, and writes to them without a version."""
+        if self._in_memory is None or self._in_memory[0] != now[_MEMORY]:
+            found = now[_MEMORY], Sums(owns), [own.data for own in owns]
+            # Not of a device, whose memory the program may free by moving the parameters.
+            self._in_memory = found if all(own.is_cpu for own in owns) else None
+            return found[1:]
+        return self._in_memory[1:]

@@ -1,0 +1,195 @@
+"""A parameter of offload() and its memory on the host. What is done for many parameters at once is in bucket.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..._written import facts
+from ...errors import InvalidArgumentError
+from .._copies import link_to
+from .._states import MASTER, check_not_split, is_count
+from .._tensors import apart, holds_values, is_partial, like, local
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory has the values of another one in this dtype, in order: that tensor itself if its memory has them."""
+    own = tensor.to(dtype)
+    return own if own.is_contiguous() and holds_values(own) else torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
+
+
+def grow_versions(slots: Iterable[Slot]) -> None:
+    """Shows autograd new values of parameters, and of the parts that a DTensor has here."""
+    params = [slot.param for slot in slots]
+    torch.autograd.graph.increment_version([*params, *map(local, params)])
+
+
+class Slot:
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32. Of a
+    DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+
+    Attributes:
+        group, maximizes: The number of its group, and whether that group maximizes.
+        stays: The parameter is in the tail: its state is on its device, and its gradient and weights are not copied.
+        arrived: A number that rises with the moment at which backward completed the gradient.
+        parts: The tensors of the state, those of DTensors by their part.
+        uses: How often memory or state has changed: what was noted with the same number is valid.
+        then: Of a parameter of the tail: its facts when its gradient was taken."""
+
+    then: tuple[Any, ...] | None = None
+
+    def __init__(self, param: torch.Tensor, number: int):
+        self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
+        self.name, self.stays, self.arrived, self.uses = f"parameter {number}", False, -number, 0
+        self.grad = self.weights = torch.empty(0)
+        # Shape, dtype and device for which there is memory; the tensors of the state.
+        self._kind: tuple[Any, ...] = ()
+        self._state: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+
+    def new_state(self) -> dict[str, torch.Tensor]:
+        """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
+        return {name: self._floats(math.nan if name == MASTER else 0.0) for name in self._names()}
+
+    def use(self, state: dict[str, Any]) -> None:
+        """Steps this state from now on; the weights are those of the parameter.
+
+        Raises:
+            InvalidArgumentError: A tensor of the state does not fit."""
+        if self._kind != self._present():
+            self.uses += 1
+            self.link = link_to(self.param)
+            if self.stays:
+                self.forget()
+            else:
+                self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
+            # Last: after a signal handler that raises, the next step does all of it again.
+            self._kind = self._present()
+        if MASTER not in self._names():
+            state.pop(MASTER, None)
+        elif MASTER not in state:
+            state[MASTER] = self._floats(math.nan)
+        for name in (*self._names(), "step"):
+            self._check(name, state.get(name))
+        for name in self._names():
+            if local(state[name]).device != self._home:
+                state[name] = like(self.param, self._uninitialised().copy_(local(state[name])))
+        if not self.holds(state):
+            self.uses += 1
+            self.parts = {name: local(tensor) for name, tensor in state.items()}
+            # Last, for the same reason.
+            self._state = dict(state)
+
+    def holds(self, state: dict[str, Any] | None) -> bool:
+        """True if the tensors of a state are those that are stepped, and the parameter is what it was."""
+        if state is None or self._kind != self._present():
+            return False
+        return len(state) == len(self._state) and all(state.get(name) is tensor for name, tensor in self._state.items())
+
+    def loaded(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A new state with the values of an entry of a state dict.
+
+        Raises:
+            InvalidArgumentError: A value does not fit."""
+        state = self.new_state()
+        if isinstance(given, dict):
+            check_not_split(given, self.name)
+        try:
+            if not is_count(given["step"]):
+                raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
+            state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
+            for name in self._names():
+                if name != MASTER or name in given:
+                    value = given[name]
+                    if not value.is_floating_point():
+                        raise ValueError(f"{name} is {value.dtype}, and no tensor of floating point numbers")
+                    if value.shape != self.param.shape:
+                        raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
+                    if apart(self.param, value):
+                        raise ValueError(f"{name} is not placed as the parameter is; load a state dict of this mesh, or by torch's DCP")
+                    local(state[name]).copy_(local(value))
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
+        return state
+
+    def state_bytes(self) -> int:
+        """Bytes of the moments and the master."""
+        return 4 * len(self._names()) * local(self.param).numel()
+
+    def _names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", MASTER)
+
+    @property
+    def _home(self) -> torch.device:
+        """Where the state is."""
+        return local(self.param).device if self.stays else torch.device("cpu")
+
+    def _present(self) -> tuple[Any, ...]:
+        own = local(self.param)
+        return (own.shape, own.dtype, own.device, getattr(self.param, "placements", None), self.stays)
+
+    def _check(self, name: str, value: Any) -> None:
+        if name == "step":
+            fits = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+            part, wanted = value, "a tensor with one floating point number"
+        else:
+            fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
+            part = local(value) if fits else value
+            fits = fits and part.dtype is torch.float32 and part.is_contiguous() and part.shape == local(self.param).shape
+            # That of a parameter whose tail was made longer or shorter is still where it was.
+            fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
+            wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
+        wanted += ", made outside of torch.inference_mode"
+        if not fits or part.is_inference():
+            raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
+
+    def follow(self, weights: torch.Tensor) -> None:
+        """Gives the master the weights that it does not round to: a checkpoint loads both, in any order."""
+        master = self.parts.get(MASTER)
+        if master is not None:
+            master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+
+    def forget(self) -> None:
+        """Gradient and weights of a parameter of the tail are not used any more."""
+        self.grad = self.weights = torch.empty(0)
+        self.then = None
+
+    def row(self) -> tuple[Any, ...]:
+        """The tensor for a round."""
+        parts = self.parts
+        if self.stays:
+            own = local(self.param)
+            # A program may have written to it after a signal that interrupted the step; its values stay.
+            is_written = self.then is not None and self.then != facts(own)
+            self.weights = own.detach().clone() if is_written else plain(own.detach(), own.dtype)
+        if MASTER in parts:
+            return parts[MASTER], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
+        return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
+
+    def refusal(self) -> str:
+        """Why the gradient cannot be copied; empty if it can."""
+        grad = self.param.grad
+        if grad is None:
+            return "is missing"
+        if reason := apart(self.param, grad):
+            return f"does not fit it: {reason}"
+        if is_partial(grad):
+            return f"is placed as {grad.placements}: its processes hold terms of a sum; redistribute it"
+        if local(grad).layout is not torch.strided:
+            return f"is sparse ({local(grad).layout}); offload() serves dense gradients"
+        return "" if grad.shape == self.param.shape else f"has shape {tuple(grad.shape)}, and the parameter {tuple(self.param.shape)}"
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.link.memory(local(self.param).shape, dtype)
+
+    def _uninitialised(self) -> torch.Tensor:
+        return torch.empty(local(self.param).shape, dtype=torch.float32, device=self._home) if self.stays else self._empty(torch.float32)
+
+    def _floats(self, value: float) -> torch.Tensor:
+        return like(self.param, self._uninitialised().fill_(value))

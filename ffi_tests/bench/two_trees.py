@@ -34,6 +34,19 @@ def torch_step(count, n, dtype="float32", **options):
     return optimizer.step
 
 
+def offload_step(count, n):
+    """A step of offload() with parameters in host memory, and backward's gradients ready."""
+    import torch
+
+    import spillway.torch
+
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(n)
+    return spillway.torch.offload(params, lr=1e-3, max_norm=1.0).step
+
+
 def prepared(n):
     """A prepared step of numpy arrays."""
     import numpy
@@ -86,6 +99,8 @@ ROWS = {
     "AdamW.step, 1 bf16 tensor of 16 Mi, f32 master": (lambda _: torch_step(1, 16 << 20, "bfloat16", master="f32"), 5),
     "AdamW.step, 64 bf16 tensors of 64 Ki, split masters": (lambda _: torch_step(64, 64 << 10, "bfloat16", master="split"), 20),
     "AdamW.step, 1 bf16 tensor of 16 Mi, split master": (lambda _: torch_step(1, 16 << 20, "bfloat16", master="split"), 5),
+    "offload.step, 2,000 tensors of 64": (lambda _: offload_step(2_000, 64), 8),
+    "offload.step, 16 tensors of 1 Mi": (lambda _: offload_step(16, 1 << 20), 4),
     "tier, 64 puts of 64 KiB": (lambda folder: tier(folder, 64 << 10, 64, "put"), 10),
     "tier, 64 gets of 64 KiB": (lambda folder: tier(folder, 64 << 10, 64, "get"), 10),
     "tier, 4 puts of 64 MiB": (lambda folder: tier(folder, 64 << 20, 4, "put"), 1),

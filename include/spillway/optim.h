@@ -74,7 +74,8 @@ typedef struct spw_tensor {
     // `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     uint32_t copy_dtype;
     // 1: what other code has written to param_copy counts. Before the step, each element of param that does not round to
-    // its element of param_copy becomes that element, unless both are NaN. For steps of tensors in host memory without
+    // its element of param_copy becomes that element, unless both are NaN. With bf16 either neighbour of a tie counts as
+    // its rounding. For steps of tensors in host memory without
     // shadow spans that write param_copy at once. 0: param_copy is only written.
     uint32_t take_copy;
     // Number of elements. If it is 0, all other fields of the tensor are ignored.

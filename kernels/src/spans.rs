@@ -69,7 +69,11 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
             old,
             new: new.unwrap_or(old),
             streamed: streamed && new.is_some_and(StateSpans::aligned),
-            streamed_copy: streamed && !param_copy.is_null() && param_copy.addr().is_multiple_of(LINE),
+            // Lines that were just read are in the caches.
+            streamed_copy: streamed
+                && !tensor.takes_copy()
+                && !param_copy.is_null()
+                && param_copy.addr().is_multiple_of(LINE),
         }
     }
 

@@ -146,8 +146,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Makes a step begin with the values that other code has written to `param_copy`: an element of the parameter that
-    /// does not round to its copy becomes the copy. Fails without a copy, and with shadow spans: after a step whose
+    /// Makes a step begin with the values that other code has written to `param_copy`: an element of the parameter of
+    /// which the copy is not the rounding becomes the copy (see `take`). Fails without a copy, and with shadow spans: after a step whose
     /// shadow is dropped, the copy would count although no code wrote it.
     pub fn with_copy_taken(self) -> Result<Self> {
         match (self.param_copy.is_some(), self.shadow.is_some()) {

@@ -163,7 +163,7 @@ def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) 
     if MASTER not in state:
         master = param.detach().to(torch.float32)
         if LOW in state:
-            local(master).copy_(_joined_even(local(param), local(state[LOW])))
+            local(master).copy_(join(local(param), local(state[LOW])))
         # In this order: a signal handler may raise in between.
         state[MASTER] = master
         state.pop(LOW, None)
@@ -183,8 +183,13 @@ def version_of_low(state: dict[str, Any]) -> int:
 def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:
     """Gives the elements of an f32 master that do not round to the parameter its values; True if there are any. NaN rounds to NaN, of any
     bits. A step with `take_copy` of the library takes the same elements."""
-    words = {2: torch.int16, 4: torch.int32}[param.element_size()]
-    changed = master.to(param.dtype).view(words) != param.view(words)
+    if param.dtype is torch.bfloat16:
+        # Either neighbour of a tie.
+        apart = master.view(torch.int32) - (param.view(torch.int16).to(torch.int32) << 16)
+        changed = (apart > 0x8000) | (apart < -0x8000)
+    else:
+        words = {2: torch.int16, 4: torch.int32}[param.element_size()]
+        changed = master.to(param.dtype).view(words) != param.view(words)
     if changed.any():
         changed &= ~(master.isnan() & param.isnan())
     written = bool(changed.any())
@@ -200,15 +205,6 @@ def join(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     bits = low.to(torch.int32)
     bits = torch.where((param == 0) & (bits < 0), bits & 0xFFFF, bits)
     return bits.add_(param.detach().view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-
-
-def _joined_even(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The f32 master of a bf16 parameter and its low bits, for steps that round to even. One that is a tie moves by one unit of float32, so
-    that it rounds to the parameter."""
-    master = join(param, low)
-    ties = (master.to(param.dtype) != param) & ~master.isnan()
-    master.view(torch.int32)[ties] += 1
-    return master
 
 
 def low_of(master: torch.Tensor) -> torch.Tensor:

@@ -417,9 +417,7 @@ class Slice:
         """Lets an f32 master that the program has written to count, if the program has not written to its parameter too."""
         written = [
             now != before and version == known
-            for now, before, version, known in zip(
-                self._versions_of_masters(), self._master_versions, map(_version, params), self.versions
-            )
+            for now, before, version, known in zip(self._versions_of_masters(), self._master_versions, map(_version, params), self.versions)
         ]
         for row, is_written in zip(self.rows, written):
             entries[row].take_copy = not is_written

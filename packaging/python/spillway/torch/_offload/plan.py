@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._after_events import AfterEvents
 from ... import _abi
+from ..._after_events import AfterEvents
 from ..._written import Comparison, sums
 from ...errors import OutOfOrderError, OwnSuppressed
 from ...optim import Adam
@@ -150,13 +150,7 @@ class Plan:
         decision: What the norm says; None until it is known."""
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        numbers: Sequence[int],
-        counts: Callable[[Slot], bool],
-        others: Any,
-        bucket_bytes: int,
-        tail: int,
+        self, slots: Sequence[Slot], numbers: Sequence[int], counts: Callable[[Slot], bool], others: Any, bucket_bytes: int, tail: int
     ):
         self.tail = tail
         self.started: float | None = None
@@ -207,9 +201,7 @@ class Plan:
         for engine in self.engines:
             engine.begin(max_norm)
 
-    def stands(
-        self, live: Sequence[Slot], numbers: Sequence[int], options: list[Any], others: Any, limit: float, tail: int
-    ) -> bool:
+    def stands(self, live: Sequence[Slot], numbers: Sequence[int], options: list[Any], others: Any, limit: float, tail: int) -> bool:
         """True if what was stepped is what a step would do now."""
         submitted = [bucket for bucket in self.buckets if bucket.submitted]
         if self.edited() or numbers != self._numbers:

@@ -67,7 +67,6 @@ class Prepared:
             return False
         return [*map(_data_ptr, values)] == self._addresses and self._values_same(*values)
 
-
     def numbers(self) -> list[int]:
         """Numbers of the next steps of the parameters that have gradients."""
         return next_steps(self._steps)

@@ -183,3 +183,26 @@ def test_reading_a_master_hides_no_later_write():
     param.data.fill_(40.0)
     now, kept = next_step(param, optimizer)
     assert bool((kept == 40).all()) and bool((now == 40).all())
+
+
+@pytest.mark.parametrize("kind", ["f32", "tier"])
+@pytest.mark.parametrize("read", ["master", "state_dict"])
+def test_a_read_while_averaged_weights_are_in_the_parameters_changes_no_master(kind, read):
+    params, optimizer = trained(kind, 3)
+    before = [optimizer.master(param).clone() for param in params]
+    kept = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+    # The read itself has the values that a step now would start from.
+    if read == "master":
+        read_now = [optimizer.master(param).clone() for param in params]
+    else:
+        state = optimizer.state_dict()["state"]
+        read_now = [state[number].get("master_param", param.detach()) for number, param in enumerate(params)]
+    if kind == "tier" or read == "master":
+        assert all(torch.equal(one, param.float()) for one, param in zip(read_now, params))
+    with torch.no_grad():
+        for param, values in zip(params, kept):
+            param.copy_(values)
+    assert all(torch.equal(optimizer.master(param), master) for param, master in zip(params, before))

@@ -32,7 +32,7 @@ from .._snapshot import Snapshot
 from .._written import facts, sums, version
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._norm import part_of
-from ._states import LOW, Precision, check_steps, join, master_of, version_of_low
+from ._states import LOW, MASTER, Precision, check_steps, join, master_of, version_of_low, with_values
 from ._table import Table
 from ._tensors import (
     Row,
@@ -436,13 +436,21 @@ class Memory(Home):
         low bits: then it has loaded both in place."""
         if self.precision.master != "split":
             return
+        noted, stale = self._compared(states)
+        for param in stale:
+            local(states[param][LOW]).zero_()
+        self._noted = {param: (mark, version_of_low(states[param]), states[param]) for param, mark in noted.items()}
+
+    def _compared(self, states: Any) -> tuple[dict[torch.Tensor, _Mark], list[torch.Tensor]]:
+        """The present marks of parameters with low bits, and those of them whose low bits do not belong to the present values."""
         known = {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
         noted = {param: note for param, note in known.items() if states.get(param) is note[-1] and LOW in note[-1]}
-        for (param, ((before, one), low_version, state)), (after, other) in zip(noted.items(), _marks(noted)):
+        marks, stale = dict(zip(noted, _marks(noted))), list[torch.Tensor]()
+        for param, ((before, one), low_version, state) in noted.items():
+            after, other = marks[param]
             if (before != after or (one is not None and one != other)) and version_of_low(state) == low_version:
-                local(state[LOW]).zero_()
-            noted[param] = (after, other), version_of_low(state), state
-        self._noted = noted
+                stale.append(param)
+        return marks, stale
 
     def rollback(self, states: Any) -> None:
         """Restores the parameters and states before the last step."""
@@ -467,12 +475,14 @@ class Memory(Home):
         if not self.precision.has_master(param):
             return param.detach()
         state, own = states.get(param), local(param).detach()
-        if not state:
+        if not state or not (LOW in state or MASTER in state):
             return own.to(torch.float32)
+        # Nothing is written: the program may put back its weights before the next step.
         with torch.no_grad():
-            self._forget_low_bits(states)
-            kept = master_of(self.precision, param, state)
-        return join(own, kept) if self.precision.master == "split" else kept
+            if self.precision.master == "f32" and MASTER in state:
+                return with_values(local(state[MASTER]), own)
+            is_stale = any(other is param for other in self._compared(states)[1])
+            return own.to(torch.float32) if is_stale or LOW not in state else join(own, local(state[LOW]))
 
     def fresh(self, states: Any) -> Home:
         """A home for a copy of the optimizer."""

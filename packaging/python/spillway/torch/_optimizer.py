@@ -11,9 +11,8 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -26,6 +25,7 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._home import Home, Memory
 from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
+from ._loading import before_loading
 from ._states import Precision
 from ._table import named
 from ._tensors import check_has_memory, lasting, local
@@ -487,7 +487,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         def by_torch(see: Callable[..., Any], keep: bool) -> tuple[list[dict[str, Any]], Any]:
             own = self.state
             try:
-                with self._before_loading(see):
+                with before_loading(self, see):
                     load(state_dict)
             finally:
                 if keep:
@@ -501,22 +501,6 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             # torch has made new groups and states.
             self.param_groups, self.state = before
             raise
-
-    @contextmanager
-    def _before_loading(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Registers a hook that sees a state dict as the other hooks have made it."""
-        # A signal handler that raised may have left one.
-        self._remove_hooks()
-        try:
-            self.register_load_state_dict_pre_hook(_Hook(hook))
-            yield
-        finally:
-            self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        hooks = self._optimizer_load_state_dict_pre_hooks
-        for number in [number for number, hook in hooks.items() if isinstance(hook, _Hook)]:
-            del hooks[number]
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = self._home.alone(lambda: self._home.fresh(self.state))
@@ -560,12 +544,3 @@ class _Group:
                 "state_dict(), or set optimizer.process_group = None first"
             )
         return _Group, (None,)
-
-
-class _Hook(NamedTuple):
-    """A hook of one call, distinct from the hooks of the program."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, optimizer: Any, loaded: dict[str, Any]) -> Any:
-        return self.function(loaded, optimizer.param_groups)

@@ -183,6 +183,22 @@ def version_of_low(state: dict[str, Any]) -> int:
 def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:
     """Gives the elements of an f32 master that do not round to the parameter its values; True if there are any. NaN rounds to NaN, of any
     bits. A step with `take_copy` of the library takes the same elements."""
+    changed = _written(master, param)
+    written = bool(changed.any())
+    if written:
+        # By `data`, because a version tells that the program has written to the master.
+        master.data[changed] = param[changed].to(torch.float32)
+    return written
+
+
+def with_values(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The f32 master that `take_values` would make; the master itself if that is the same."""
+    changed = _written(master, param)
+    return torch.where(changed, param.to(torch.float32), master) if bool(changed.any()) else master
+
+
+def _written(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The elements of an f32 master of which the parameter is not the rounding."""
     if param.dtype is torch.bfloat16:
         # Either neighbour of a tie.
         apart = master.view(torch.int32) - (param.view(torch.int16).to(torch.int32) << 16)
@@ -192,11 +208,7 @@ def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:
         changed = master.to(param.dtype).view(words) != param.view(words)
     if changed.any():
         changed &= ~(master.isnan() & param.isnan())
-    written = bool(changed.any())
-    if written:
-        # By `data`, because a version tells that the program has written to the master.
-        master.data[changed] = param[changed].to(torch.float32)
-    return written
+    return changed
 
 
 def join(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

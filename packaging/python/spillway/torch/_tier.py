@@ -29,7 +29,7 @@ from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, Spill
 from ..tiered import Prepared, mapped
 from ._given import Given
 from ._home import ByTorch, Call, Home
-from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps
+from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps, take_values
 from ._tensors import apart, has_memory, like, local
 from ._tier_states import TierOptions, TierStates
 from ._tier_step import Beside, TierTable
@@ -417,6 +417,9 @@ class Reading:
                 self._subgroup = piece.subgroup
             for key, to in values.items():
                 to.view(-1)[piece.start : piece.start + piece.count] = self._parts[key][piece.first : piece.first + piece.count]
+        if MASTER in values and not self._on_tier.tiered.mixed:
+            # Here alone: the program may put back what it has written, before the next step.
+            take_values(values[MASTER], local(self._on_tier.params[number]).detach().cpu())
 
 
 def _whole_states(
@@ -428,8 +431,6 @@ def _whole_states(
         on_tier: The states.
         states: The optimizer's, which has the step counts.
         reads: Calls the function that reads the value of a placeholder; None: the values themselves are returned."""
-    if not on_tier.tiered.mixed:
-        on_tier.take_written()
     reading, directory = Reading(on_tier), on_tier.state_dicts
     whole: dict[torch.Tensor, dict[str, Any]] = {}
     for number, (param, stated) in enumerate(zip(on_tier.params, on_tier.stated)):

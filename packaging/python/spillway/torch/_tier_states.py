@@ -400,12 +400,12 @@ class TierStates:
         if own.dtype is torch.float32 or not self.stated[self.numbers.get(id(param), 0)]:
             return own
         number = self.check(param, "the tensor")
-        self.take_written()
         master = torch.empty(own.shape, dtype=torch.float32, device="cpu")
         for piece in self.layout.of_parameter[number]:
             whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
             self.tiered.read(piece.subgroup, whole)
             master.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
+        take_values(master, own.cpu())
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class Bucket:
         #: What takes the sums of parameters in host memory, and writes to them without a version, while their memory is this.
         self._in_memory: tuple[Facts, Sums, list[torch.Tensor]] | None = None
         self._versions: list[int] = []
+        #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
+        self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: For these uses of the slots the arrays of the C table and the tensors of the states.
         self._lists: tuple[list[int], list[tuple[Any, ...]], list[torch.Tensor]] | None = None
         #: The addresses of the arrays, the C table, and what keeps its memory.
@@ -89,13 +91,14 @@ class Bucket:
     def take(self, marked: bool) -> None:
         """Copies the gradients, and weights that the program has changed. `marked`: `is_current` can tell later whether a gradient has
         changed since."""
+        self.restore()
         owns = self._owns()
         now, grads = facts_of(owns), self._grads()
         with torch.no_grad():
             if self.stays:
                 for slot, own, grad in zip(self.slots, owns, grads):
                     slot.grad, slot.then = plain(grad.detach(), slot.param.dtype), facts(own)
-                    slot.follow(own.detach())
+                    self._follow(slot, own.detach())
             else:
                 self._copy_weights(owns, now, compared_later=marked)
                 for link, places in self._by_link(range(len(owns))):
@@ -124,10 +127,30 @@ class Bucket:
             if followers := [self.slots[place] for place in own if MASTER in self.slots[place].parts]:
                 wait(link.fence())
                 for slot in followers:
-                    slot.follow(slot.weights)
+                    self._follow(slot, slot.weights)
         for place, total in zip(places, totals):
             self._weight_sums[place] = total
         self._copied = known
+
+    def _follow(self, slot: Slot, weights: torch.Tensor) -> None:
+        """Gives the master the weights that it does not round to, until `restore`."""
+        if (master := slot.parts.get(MASTER)) is None:
+            return
+        followed = torch.where(master.to(weights.dtype) == weights, master, weights.float())
+        if not torch.equal(followed, master):
+            # A new master has no values yet.
+            if not bool(master.isnan().all()):
+                self._masters.append((master, master.clone()))
+            master.copy_(followed)
+
+    def restore(self) -> None:
+        """Gives masters their values of before `take`: the step has not happened, and the program may put back its weights."""
+        while self._masters:
+            master, before = self._masters[-1]
+            # The copy of the weights is not that of the parameter then.
+            self._copied = None
+            master.copy_(before)
+            del self._masters[-1]
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradients and weights."""
@@ -239,7 +262,7 @@ class Bucket:
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""
-        self._seen, self._held = None, []
+        self._seen, self._held, self._masters = None, [], []
         self._arrived.clear()
         if self.stays:
             for slot in self.slots:

@@ -36,6 +36,7 @@ from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
 from .._keywords import check_keywords
+from .._loading import before_loading
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW
 from .._tensors import averages_later, is_partial, is_trained, lasting, local
@@ -300,6 +301,9 @@ class Offloaded(torch.optim.Optimizer):
         bucket.take(marked=True)
         if self._clipped < _CLIPPED_IN_A_ROW:
             if not plan.is_open:
+                # The lanes are those of the groups of the last step.
+                if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
+                    return self._interrupt()
                 numbers = self._numbers(plan.slots)
                 plan.begin(numbers, self._all_options(plan, numbers, self._scale), self._limit)
             plan.submit(bucket)
@@ -461,9 +465,11 @@ class Offloaded(torch.optim.Optimizer):
         """True if what was stepped is what a step would do now."""
         if not all(slot.holds(self._states.get(slot.param)) for slot in live):
             return False
-        # The options of the lanes are those of its own parameters.
-        numbers, own = self._numbers(live), self._numbers(plan.slots)
-        return plan.stands(live, numbers, self._all_options(plan, own, self._scale), others, self._limit, self._tail)
+        numbers = self._numbers(live)
+        # The options of a lane are those of the group that it was made for.
+        if not plan.is_of(live, numbers, others, self._tail):
+            return False
+        return plan.stands(numbers, self._all_options(plan, numbers, self._scale), self._limit)
 
     def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
         """The verdict that follows from the norm."""
@@ -573,7 +579,7 @@ class Offloaded(torch.optim.Optimizer):
         try:
             # A signal may have come between this and the end.
             if plan is None or plan.decision is None:
-                if plan is not None and (written := plan.written()) is not None:
+                if plan is not None and plan.is_open and (written := plan.written()) is not None:
                     raise InvalidArgumentError(
                         f"offload: {written.name} was written to after step(), which the next forward was to complete; nothing was "
                         "stepped. Call optimizer.settle() before the program writes to parameters"
@@ -665,16 +671,15 @@ class Offloaded(torch.optim.Optimizer):
             UnsupportedError: It has an option that is not served; nothing was changed."""
         self._interrupt()
 
-        def without_states(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        def without_states(given: dict[str, Any], _: Any) -> dict[str, Any]:
             # torch would copy them to the device, in the dtype of the parameter.
             self._loading = self._loaded(given)
             return {**given, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(without_states)
         try:
-            super().load_state_dict(state_dict)
+            with before_loading(self, without_states):
+                super().load_state_dict(state_dict)
         finally:
-            handle.remove()
             self._loading = defaultdict(dict)
 
     @lasting()

@@ -201,12 +201,12 @@ class Plan:
         for engine in self.engines:
             engine.begin(max_norm)
 
-    def stands(self, live: Sequence[Slot], numbers: Sequence[int], options: list[Any], others: Any, limit: float, tail: int) -> bool:
-        """True if what was stepped is what a step would do now."""
+    def stands(self, numbers: Sequence[int], options: list[Any], limit: float) -> bool:
+        """True if what was stepped is what a step of the same parameters would do now."""
         submitted = [bucket for bucket in self.buckets if bucket.submitted]
         if self.edited() or numbers != self._numbers:
             return False
-        same = [*map(bytes, options)] == self._options and limit == self.limit and self.is_of(live, numbers, others, tail)
+        same = [*map(bytes, options)] == self._options and limit == self.limit
         if not same or not all(bucket.may_be_current() for bucket in submitted):
             return False
         return not _changed(chain.from_iterable(bucket.compared() for bucket in submitted))
@@ -315,6 +315,8 @@ class Plan:
                 for engine in self.engines:
                     with OwnSuppressed(OutOfOrderError):
                         engine.speculation.abort()
+            for bucket in self.buckets:
+                bucket.restore()
         finally:
             self.end()
 
@@ -344,7 +346,9 @@ class Plan:
         return {link for bucket in self.buckets for link in bucket.links()}
 
     @staticmethod
-    def _layout_of(slots: Sequence[Slot], numbers: Sequence[int]) -> list[tuple[int, int]]:
-        lanes: dict[tuple[int, bool, int], int] = {}
-        keys = [(slot.group, slot.maximizes, number) for slot, number in zip(slots, numbers)]
-        return [(id(slot), lanes.setdefault(key, len(lanes))) for slot, key in zip(slots, keys)]
+    def _layout_of(slots: Sequence[Slot], numbers: Sequence[int]) -> tuple[list[Any], ...]:
+        """The slots, their groups, whether these maximize, and for each slot a number of its lane: lanes advance together."""
+        groups, signs = [slot.group for slot in slots], [slot.maximizes for slot in slots]
+        lanes: dict[tuple[int, int], int] = {}
+        places = [lanes.setdefault(key, len(lanes)) for key in zip(groups, numbers)]
+        return [*map(id, slots)], groups, signs, places

@@ -48,12 +48,8 @@ class Prepared:
 
     def holds(self, groups: Sequence[dict[str, Any]], states: Any) -> bool:
         """True if a check of each parameter, gradient and state would find what it found before."""
-        if not self._is_simple or len(groups) != len(self._lists) or [*map(_flags, groups)] != self._flags:
+        if not self._is_simple or not self.has_groups(groups):
             return False
-        for group, known in zip(groups, self._lists):
-            params = group["params"]
-            if len(params) != len(known) or not all(map(is_, params, known)):
-                return False
         grads = [*map(_grad, self._params)]
         if [grad is not None for grad in grads] != self._mask or [*map(_trained, self._params)] != self._is_trained:
             return False
@@ -66,6 +62,13 @@ class Prepared:
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
         return [*map(_data_ptr, values)] == self._addresses and self._values_same(*values)
+
+    def has_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """True if the groups have the parameters, and the options that say who steps them, which they had."""
+        if len(groups) != len(self._lists) or [*map(_flags, groups)] != self._flags:
+            return False
+        params = [group["params"] for group in groups]
+        return [*map(len, params)] == [*map(len, self._lists)] and all(map(is_, chain.from_iterable(params), self._params))
 
     def numbers(self) -> list[int]:
         """Numbers of the next steps of the parameters that have gradients."""

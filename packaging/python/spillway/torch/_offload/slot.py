@@ -149,12 +149,6 @@ class Slot:
         if not fits or part.is_inference():
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
 
-    def follow(self, weights: torch.Tensor) -> None:
-        """Gives the master the weights that it does not round to: a checkpoint loads both, in any order."""
-        master = self.parts.get(MASTER)
-        if master is not None:
-            master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
-
     def forget(self) -> None:
         """Gradient and weights of a parameter of the tail are not used any more."""
         self.grad = self.weights = torch.empty(0)

@@ -42,6 +42,7 @@
 #ifdef SPW_EXPERIMENTAL
 #include "spillway/gpu.h"
 #include "spillway/interleave.h"
+#include "spillway/stage.h"
 #endif
 
 namespace spillway {
@@ -160,6 +161,12 @@ template <>
 inline spw_spec_options make() {
     return SPW_SPEC_OPTIONS_INIT;
 }
+#ifdef SPW_EXPERIMENTAL
+template <>
+inline spw_stage_options make() {
+    return SPW_STAGE_OPTIONS_INIT;
+}
+#endif
 
 // What a C function writes into a struct, its last argument.
 template <class T, class Call, class... Arguments>

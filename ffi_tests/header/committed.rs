@@ -99,6 +99,13 @@ fn the_cpp_header_covers_the_headers_that_are_not_experimental() {
     };
     let missing: Vec<&String> = functions.iter().filter(is_missing).map(|(name, _)| name).collect();
     assert!(missing.is_empty(), "{missing:?}");
+    let plain = |field: &serde_json::Value| {
+        field["name"] == "struct_size" || field["initial"].as_f64().is_none_or(|value| value == 0.0)
+    };
+    for (name, about) in json["structs"].as_object().expect("structs have names") {
+        let fields = about["fields"].as_array().expect("structs have fields");
+        assert!(fields.iter().all(plain) || cpp.contains(&format!("inline {name} make()")), "make<{name}>()");
+    }
 }
 
 #[test]

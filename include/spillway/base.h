@@ -258,7 +258,7 @@ typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
 //
 // Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
 // calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
-// does not wait. The caller must hold no lock that the previous function takes.
+// does not wait, and drops the messages that wait for that function. The caller must hold no lock that the previous function takes.
 spw_status spw_set_log(spw_log_fn log,
                        void *user,
                        int32_t level);

@@ -37,7 +37,7 @@ pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32,
 ///
 /// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
 /// calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
-/// does not wait. The caller must hold no lock that the previous function takes.
+/// does not wait, and drops the messages that wait for that function. The caller must hold no lock that the previous function takes.
 ///
 /// # Safety
 /// The library may call `log` with `user`, from any thread that calls it, until a later call of this function returns.

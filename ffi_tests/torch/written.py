@@ -144,7 +144,7 @@ class Home:
         with contextlib.ExitStack() as stack:
             if self.apart:
                 link = Later()
-                for module in ("_copies", "_tier_step", "_offload.plan"):
+                for module in ("_copies", "_offload.plan"):
                     stack.enter_context(mock.patch(f"spillway.torch.{module}.link_to", lambda param: link))
             yield
 

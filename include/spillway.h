@@ -3,7 +3,8 @@
 // The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
 // NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
 //
-// C++17 classes over these calls: spillway.hpp. Headers, each of which compiles alone:
+// The headers are for C99 or C++11, or newer; strict C89 has neither their comments nor <stdint.h>. spillway.hpp has
+// C++17 classes over these calls. Headers, each of which compiles alone:
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
 //   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
@@ -76,8 +77,10 @@
 //              it to spw_error_text(). After SPW_ERR_INTERNAL data may be changed in part.
 //   Ownership  X_open creates an object, X_close frees it. Any other pointer is borrowed during the call, unless the
 //              function's comment says under "Kept:" until when the library uses it.
-//   Closes     X_close waits without limit for what is in flight, because memory of the caller is in use until then.
-//              Files may never answer, so spw_io_close and spw_tier_close take a timeout, and free the object anyway.
+//   Closes     X_close frees the object, whatever its status. It waits for what is in flight, because memory of the
+//              caller is in use until then. Files may never answer, so spw_io_close and spw_tier_close take a timeout:
+//              after SPW_ERR_TIMEOUT that memory stays in use. What other closes wait for on a tier ends at its I/O
+//              timeout.
 //   Callbacks  A callback runs on a thread of the program that is in a call of the library, never on another one.
 //   Threads    Any thread may call any function. Several threads may use a const handle at once. Only one thread at a
 //              time may use any other handle. X_close is the last call on an object: no other call may be in flight.

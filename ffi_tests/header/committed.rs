@@ -82,6 +82,37 @@ fn a_call_whose_memory_stays_in_use_says_until_when() {
     }
 }
 
+/// One rule for all closes: those that wait for files of the caller have a timeout, and no other.
+#[test]
+fn closes_with_a_timeout_are_those_that_the_umbrella_names_and_all_say_the_same_of_it() {
+    let umbrella = fs::read_to_string(root().join("include/spillway.h")).expect("include/spillway.h exists");
+    let rule = umbrella.split("//   Closes ").nth(1).and_then(|rest| rest.split("//   Callbacks ").next());
+    let rule = rule.expect("the umbrella has a rule of closes");
+    let named: BTreeSet<&str> = rule
+        .split(|c: char| !c.is_alphanumeric() && c != '_')
+        .filter(|word| word.starts_with("spw_"))
+        .collect();
+    let (mut closes, mut timed) = (0, BTreeSet::new());
+    let headers = generate(&root(), spillway::VERSION, &structs()).headers;
+    for block in headers.iter().flat_map(|(_, text)| text.split(");\n")) {
+        let Some((before, arguments)) = block.rsplit_once("_close(") else { continue };
+        let Some((comment, name)) = before.rsplit_once("\nspw_status ") else { continue };
+        closes += 1;
+        if !arguments.contains("timeout_ms") {
+            continue;
+        }
+        for words in
+            ["(0: polls; negative: without limit)", "freed whatever the status", "After SPW_ERR_TIMEOUT"]
+        {
+            let comment = comment.replace("\n// ", " ");
+            assert!(comment.contains(words), "{name}_close does not say {words:?}");
+        }
+        timed.insert(format!("{name}_close"));
+    }
+    assert!(closes >= 12, "{closes} closes");
+    assert_eq!(timed.iter().map(String::as_str).collect::<BTreeSet<_>>(), named);
+}
+
 #[test]
 fn the_cpp_header_covers_the_headers_that_are_not_experimental() {
     // What C++ has otherwise: initialisers, exceptions with the text of their call, functions of the log.

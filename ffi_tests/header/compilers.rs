@@ -52,6 +52,21 @@ fn check(name: &str, compiler: &str, language: &str, standard: &str, text: &str,
 }
 
 #[test]
+fn the_opening_of_each_header_and_the_docs_name_the_oldest_standards_in_which_it_compiles() {
+    let [c, cpp] = [C[0], CPP[0]].map(str::to_uppercase);
+    let stated = format!("{c} or {cpp}, or newer");
+    for header in headers() {
+        let text = fs::read_to_string(include().join(&header)).expect("headers are text");
+        let opening: Vec<&str> = text.lines().take_while(|line| line.starts_with("//")).collect();
+        assert!(opening.iter().any(|line| line.contains(&stated)), "{header} does not say {stated}");
+    }
+    for page in ["c.md", "compatibility.md"] {
+        let text = fs::read_to_string(include().join("../docs").join(page)).expect("the docs are text");
+        assert!(text.contains(&stated), "docs/{page} does not say {stated}");
+    }
+}
+
+#[test]
 fn each_header_compiles_alone_and_twice_in_every_c_and_cpp() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {

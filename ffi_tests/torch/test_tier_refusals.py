@@ -75,13 +75,13 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         (lambda p, tier: own.AdamW(p, tier="/nonexistent/nvme"), "/nonexistent/nvme"),
         (
             lambda p, tier: own.AdamW([*p, torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], tier=tier),
-            r"\['params'\]\[7\] is torch.float64 on cpu .* contiguous parameters",
+            r"\['params'\]\[7\] is torch.float64 on cpu .* parameters of 16 or 32 bits",
         ),
         (
             lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, device="meta"))], tier=tier),
             r"\['params'\]\[0\] is torch.float32 on meta",
         ),
-        (lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, 4).t())], tier=tier), r"\['params'\]\[0\] .* strides \(1, 4\)"),
+        (lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, 4)[:, :2])], tier=tier), r"\['params'\]\[0\] .* strides \(4, 1\)"),
     ],
     ids=range(14),
 )
@@ -112,7 +112,7 @@ def test_bad_input_names_the_parameter_and_steps_nothing(tier):
     refused(optimizer, params, invalid, name + r" has shape \(10,\), and its states on the tier have \(9000,\); construct")
     params[6].grad, params[6].data = None, old
     params[6].grad = torch.zeros(9000).to_sparse()
-    refused(optimizer, params, unsupported, name + ": states on a tier need contiguous tensors")
+    refused(optimizer, params, unsupported, name + ": states on a tier need dense tensors")
     params[6].grad = torch.zeros(9000)
     optimizer.param_groups[0]["amsgrad"] = True
     refused(optimizer, params, unsupported, "without amsgrad")

@@ -144,7 +144,7 @@ class Home:
         with contextlib.ExitStack() as stack:
             if self.apart:
                 link = Later()
-                for module in ("_copies", "_tier_step", "_offload.slot"):
+                for module in ("_copies", "_offload.slot"):
                     stack.enter_context(mock.patch(f"spillway.torch.{module}.link_to", lambda param: link))
             yield
 

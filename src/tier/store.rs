@@ -548,16 +548,20 @@ impl Tier {
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
         let until = deadline_after(timeout);
         let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
-        self.volumes.iter().flatten().try_for_each(|volume| match volume.engine.close(left()) {
-            // Errors of operations that no caller waited for concern writes that are discarded here.
-            Err(error) if error.io_kind() == Some(IoKind::Timeout) => Err(error),
-            _ => Ok(()),
-        })?;
+        // All paths are closed, also after a timeout: a drop would wait for each of them, and longer.
+        let mut drained = Ok(());
+        for volume in self.volumes.iter().flatten() {
+            match volume.engine.close(left()) {
+                Err(error) if error.io_kind() == Some(IoKind::Timeout) => drained = drained.and(Err(error)),
+                // Errors of operations that no caller waited for concern writes that are discarded here.
+                _ => {}
+            }
+        }
         let Tier { volumes, state, .. } = self;
         // Transfers without a waiter hold references to their volumes.
         drop(state);
         let volumes = volumes.into_iter().flatten().filter_map(Arc::into_inner).collect();
-        Volume::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), volumes)
+        drained.and(Volume::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), volumes))
     }
 
     /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an

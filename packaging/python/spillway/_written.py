@@ -26,7 +26,7 @@ Facts = tuple[list[Any], ...]
 
 def facts(tensor: Any) -> tuple[Any, ...]:
     """What a write that torch sees changes. That of a DTensor is asked of the part that this process holds."""
-    return id(tensor), version(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
+    return id(tensor), version(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def facts_of(tensors: Sequence[Any]) -> Facts:
@@ -139,11 +139,11 @@ def _fits(memory: Any, size: int) -> bool:
 
 def _is_flat(own: Any) -> bool:
     """True if the tensor's values are its memory, without gaps."""
-    return _is_dense(own) and not (own.is_neg() or own.is_conj() or own._is_zerotensor())
+    return is_dense(own) and not (own.is_neg() or own.is_conj() or own._is_zerotensor())
 
 
-def _is_dense(own: Any) -> bool:
-    """True if the elements fill their memory, in any order."""
+def is_dense(own: Any) -> bool:
+    """True if the elements of a strided tensor fill their memory, in any order, as those of channels_last do."""
     import torch
 
     # Only such strides are preserved.

@@ -135,9 +135,9 @@ pub extern "C" fn spw_io_open(options: In<spw_io_options>, io_out: Out<*mut spw_
     })
 }
 
-/// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. They wait for no
-/// turns. The engine is freed whatever the status. An operation that no call waited for returns its error here. After
-/// SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
+/// Waits for all operations for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and frees the engine. They
+/// wait for no turns. The engine is freed whatever the status. After SPW_ERR_TIMEOUT the buffers of operations in flight must
+/// stay allocated and unused for the rest of the process. An operation that no call waited for returns its error here.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_status {
     guard(|| handle::close(io).map_or(Ok(()), |io| io.0.close(timeout(timeout_ms))))

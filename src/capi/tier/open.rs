@@ -60,13 +60,16 @@ pub extern "C" fn spw_tier_end_turns(tier: Option<&spw_tier>) -> spw_status {
     })
 }
 
-/// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
-/// no turns.
-/// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-/// If a tiered update, a window, an export or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
-/// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
-/// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
-/// caller, and the lock is held until it ends.
+/// Waits for operations in flight for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and frees the tier.
+/// They wait for no turns. The tier is freed whatever the status. After SPW_ERR_TIMEOUT the streams of tickets in flight must
+/// stay allocated and unused for the rest of the process. Puts since the last commit are lost, and so are the errors of those
+/// that no call waited for; the next open finds the committed state.
+///
+/// If a tiered update, a window, an export or a commit in the background uses the tier, this call waits for nothing: the
+/// library frees the tier when that has ended, and the streams of tickets may be in use until then.
+///
+/// SPW_ERR_DEADLINE: a file system did not respond to the close of the files within the I/O timeout, or within the rest of
+/// `timeout_ms`, at least 1 s. The close continues without the caller, and the lock is held until it ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
     guard(|| {

@@ -249,6 +249,40 @@ fn every_operation_returns_in_time_and_goes_on_whatever_call_on_a_path_hangs() {
 }
 
 #[test]
+fn a_close_returns_at_its_timeout_however_many_paths_do_not_respond() {
+    /// The time after which an engine that nobody closed gives its operations up.
+    const GIVEN_UP: Duration = Duration::from_secs(30);
+    let open = |disks: &[Disk; 3], stops: [Option<Stop>; 3]| {
+        let faults = stops.map(|stop| Faults { stop, ..Faults::default() });
+        let mut options = on_disks(disks, &faults);
+        options.io.io_timeout = Some(20 * GIVEN_UP);
+        let tier = Tier::open(options).unwrap();
+        // Then the files have their space, so that a write waits for no allocation.
+        for step in 1..=3 {
+            (0..3).for_each(|n| write(&tier, n, step, &ExtentPlacement::On(n as u32)).unwrap());
+            tier.commit(step, &step.to_le_bytes()).unwrap();
+        }
+        tier
+    };
+    let disks = [(); 3].map(|()| Disk::default());
+    let tier = open(&disks, [None; 3]);
+    let stops = disks.each_ref().map(|disk| Some(Stop { at: disk.events(), all: true }));
+    drop(tier);
+    let disks = [(); 3].map(|()| Disk::default());
+    let tier = open(&disks, stops);
+    let memories = [0, 1, 2].map(|n| Memory::filled(STREAMS[n], 7));
+    for (n, memory) in memories.iter().enumerate() {
+        let extent = tier.define(&name_of(n), STREAMS[n]).unwrap();
+        tier.write(extent, &memory.buffers(), &ExtentPlacement::On(n as u32), None).unwrap();
+    }
+    let began = Instant::now();
+    let error = tier.close(Some(Duration::ZERO)).unwrap_err();
+    assert_eq!(error.io_kind(), Some(IoKind::Timeout), "{error}");
+    assert!(began.elapsed() < GIVEN_UP, "{:?}", began.elapsed());
+    disks.iter().for_each(Disk::release);
+}
+
+#[test]
 fn an_export_into_a_directory_that_does_not_respond_fails_after_the_io_timeout() {
     let mut options = on_disks(&[Disk::default(), Disk::default()], &[]);
     options.io.io_timeout = short_io_timeout();

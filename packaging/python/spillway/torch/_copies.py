@@ -1,8 +1,8 @@
 """Copies between devices and host memory, which all optimizers start in the same way: on a stream of their own, by torch's streams and
 events of any accelerator.
 
-The library reads gradients and writes weights in host memory: where they are, or, of parameters that are not in host memory, as copies. A
-copy has the dtype of the gradient or the parameter. Its memory is used again at the next step."""
+The library reads gradients and writes weights in contiguous host memory: where they are, or, of tensors that are elsewhere or have other
+strides, as copies. A copy has the dtype of the gradient or the parameter. Its memory is used again at the next step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._written import Comparison, facts, sums
+from ._layout import views
 from ._tensors import lasting, local
 
 
@@ -132,6 +133,11 @@ def link_to(param: torch.Tensor) -> HostLink:
     return _links[device]
 
 
+def is_copied(tensor: torch.Tensor) -> bool:
+    """True if the library uses a copy of a tensor, and not the tensor where it is."""
+    return link_to(tensor).is_apart or not local(tensor).is_contiguous()
+
+
 def new_link(device: torch.device) -> HostLink:
     """A link with a stream of its own."""
     # One without memory has nothing to copy.
@@ -176,7 +182,7 @@ class Gradients:
             return last
         link, grad = link_to(param), local(param.grad).detach()
         memory = grad
-        if link.is_apart:
+        if is_copied(grad):
             memory = self._free(number, link, grad)
             link.out(memory, grad)
         self.taken[number] = taken = Taken(param.grad, memory, _facts(param), sums([grad]) if marked else None)
@@ -251,10 +257,9 @@ class Weights:
             own, before = self._targets[piece.parameter]
             # The caller counts the version.
             if facts(own) == before:
-                to, weights = (
-                    whole.view(-1)[piece.start : piece.start + piece.count] for whole in (own.data, self._memory[piece.parameter])
-                )
-                link_to(own).back(to, weights)
+                weights, link = self._memory[piece.parameter].view(-1), link_to(own)
+                for start, to in views(own.data, piece.start, piece.count):
+                    link.back(to, weights[start : start + to.numel()].view(to.shape))
         self._left.pop(subgroup, None)
 
     def give_all(self) -> None:

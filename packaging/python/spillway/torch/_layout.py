@@ -1,12 +1,13 @@
 """Where the elements of an optimizer's parameters are: in subgroups of this process, and in the parameters of the whole job.
 
-All parameters lie one after another, and a subgroup is `most` consecutive elements of them. A subgroup may hold many parameters, and a
-parameter many subgroups. The part of a DTensor that a process has is a box of the whole parameter."""
+All parameters lie one after another, each in row-major order, whatever strides it has. A subgroup is `most` consecutive elements.
+A subgroup may hold many parameters, and a parameter many subgroups. The part of a DTensor that a process has is a box of the whole
+parameter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -49,6 +50,31 @@ class Layout:
                 self.of_parameter[number].append(piece)
                 self.of_subgroup[subgroup].append(piece)
                 at += length
+
+
+def views(tensor: torch.Tensor, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of `count` elements of a tensor from element `start` on in row-major order, one after another, each with its first element. A
+    contiguous tensor has one view."""
+    if tensor.is_contiguous():
+        yield start, tensor.view(-1)[start : start + count]
+        return
+    row = tensor[0].numel()
+    while count:
+        at, within = divmod(start, row)
+        if within or count < row:
+            length = min(count, row - within)
+            for first, view in views(tensor[at], within, length):
+                yield at * row + first, view
+        else:
+            length = count // row * row
+            yield start, tensor[at : at + count // row]
+        start, count = start + length, count - length
+
+
+def values_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """The elements that `views` has, flat; memory of the tensor if it is contiguous."""
+    found = [view.reshape(-1) for _, view in views(tensor, start, count)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def box_of(param: torch.Tensor) -> list[Any]:

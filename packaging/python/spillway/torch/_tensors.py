@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _abi
+from .._written import is_dense
 from ..errors import InvalidArgumentError, UnsupportedError
 
 try:
@@ -91,7 +92,9 @@ def like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     A DTensor is not made by `from_local`, which would move a part in host memory to the device of the mesh."""
     if not isinstance(param, DTensor):
         return part
-    meta = TensorMeta(param.shape, param.stride(), part.dtype)
+    alike = part.stride() == local(param).stride()
+    stride = param.stride() if alike else torch.empty(param.shape, device="meta").stride()
+    meta = TensorMeta(param.shape, stride, part.dtype)
     return DTensor(part, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
 
 
@@ -137,9 +140,9 @@ def averages_later(param: torch.Tensor) -> bool:
     )
 
 
-def is_served(param: torch.Tensor, grad: torch.Tensor, name: str, anywhere: bool = False) -> bool:
-    """True if Spillway steps a parameter, without regard to its states; False leaves it to torch. `anywhere`: also one that is not in host
-    memory, of whose gradient the library gets a copy.
+def is_served(param: torch.Tensor, grad: torch.Tensor, name: str, copied: bool = False) -> bool:
+    """True if Spillway steps a parameter, without regard to its states; False leaves it to torch. `copied`: also one that is not contiguous
+    in host memory, for which the library gets a copy of the gradient and writes a copy of the weights.
 
     Raises:
         InvalidArgumentError: Parameter and gradient do not fit each other."""
@@ -157,11 +160,9 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str, anywhere: bool
     if param.shape != grad.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
     served = (
-        (param.is_cpu or anywhere)
-        and param.dtype in CODES
+        param.dtype in CODES
         and grad.dtype in CODES
-        and param.is_contiguous()
-        and (grad.is_contiguous() or not grad.is_cpu)
+        and (is_dense(param) if copied else param.is_cpu and param.is_contiguous() and grad.is_contiguous())
         and holds_values(param)
         and holds_values(grad)
     )

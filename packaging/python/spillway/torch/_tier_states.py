@@ -19,13 +19,13 @@ import torch
 
 from .. import _abi, _ranks
 from .._parts import Commits
-from .._written import Comparison, facts, sums
+from .._written import Comparison, facts, is_dense, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
 from ..tiered import Place, Prepared, Record, Tiered
 from ._copies import Gradients, Weights
-from ._layout import Layout, Piece, box_of, described, holding_of, in_words
+from ._layout import Layout, Piece, box_of, described, holding_of, in_words, values_of, views
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, check_has_memory, holds_values, local, name_of
@@ -388,7 +388,7 @@ class TierStates:
             self.tiered.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
-                    differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece).cpu())
+                    differs |= take_values(master[piece.first : piece.first + piece.count], self._values(piece).cpu())
             if differs:
                 self.tiered.write(subgroup, master)
         self.note(written)
@@ -426,7 +426,7 @@ class TierStates:
 
     def check_parameters(self) -> None:
         """Before a use of all parameters: raises InvalidArgumentError if one has another dtype or shape than at the construction, or memory
-        that cannot be read and written in its order."""
+        that cannot be read and written."""
         for name, param, dtype, shape, stated in zip(self.names, self.params, self._dtypes, self._shapes, self.stated):
             if param.dtype is not dtype:
                 raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
@@ -445,7 +445,9 @@ class TierStates:
                 master = torch.empty(elements, device="cpu")
                 self.tiered.read(subgroup, master)
                 for piece in self.layout.of_subgroup[subgroup]:
-                    self._part(piece).copy_(master[piece.first : piece.first + piece.count])
+                    for start, view in views(local(self.params[piece.parameter]).detach(), piece.start, piece.count):
+                        first = piece.first + start - piece.start
+                        view.copy_(master[first : first + view.numel()].view(view.shape))
         self.set_steps(states, committed.facts["steps"])
         self.count = committed.facts["count"]
         self._note_all()
@@ -454,11 +456,11 @@ class TierStates:
         """The values of the parameters in a subgroup."""
         values = torch.empty(self.layout.elements[subgroup], device="cpu")
         for piece in self.layout.of_subgroup[subgroup]:
-            values[piece.first : piece.first + piece.count] = self._part(piece)
+            values[piece.first : piece.first + piece.count] = self._values(piece)
         return values
 
-    def _part(self, piece: Piece) -> torch.Tensor:
-        return local(self.params[piece.parameter]).detach().view(-1)[piece.start : piece.start + piece.count]
+    def _values(self, piece: Piece) -> torch.Tensor:
+        return values_of(local(self.params[piece.parameter]).detach(), piece.start, piece.count)
 
 
 def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
@@ -503,11 +505,11 @@ def _part_elements(options: TierOptions, memory_budget: int | None, total: int, 
 
 def _check_served(name: str, param: torch.Tensor) -> None:
     own = local(param)
-    if not (not own.is_meta and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
+    if not (not own.is_meta and own.layout is torch.strided and is_dense(own) and own.dtype in CODES and holds_values(own)):
         raise UnsupportedError(
             f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
-            "on a tier need contiguous parameters of 16 or 32 bits; leave out tier for this parameter's optimizer, or, for "
-            "channels_last, call model.to(memory_format=torch.contiguous_format) before the optimizer is constructed"
+            "on a tier need parameters of 16 or 32 bits whose elements fill their memory; leave out tier for this parameter's "
+            "optimizer, or make the parameter of a contiguous copy before the optimizer is constructed"
         )
     if own.is_inference():
         raise UnsupportedError(f"{name} was made in torch.inference_mode, where torch counts no writes; make the model outside of it")

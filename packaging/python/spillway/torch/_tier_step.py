@@ -9,8 +9,8 @@ Beside backward:
    repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
 4. The parameters receive the weights of each subgroup as it becomes final. The library continues writing to the tier.
 
-A gradient in host memory is read where it is. Any other one is copied to host memory on a stream of its own, and a thread submits its
-subgroup after the copy.
+A contiguous gradient in host memory is read where it is. Any other one is copied to host memory, from a device on a stream of its own, and
+a thread submits its subgroup after the copy.
 
 Invariants:
 - The thread uses the update only between `_send` and a wait for it, which comes before every other use.
@@ -33,7 +33,7 @@ from .._groups import Rule, is_torchs
 from .._written import version
 from ..errors import OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..swap import SwapUpdate
-from ._copies import Taken, link_to
+from ._copies import Taken, is_copied
 from ._table import check_adam
 from ._tensors import CODES, averages_later, check_memory, is_served, local, name_of
 from ._tier_states import Piece, TierStates
@@ -92,8 +92,8 @@ class TierTable:
         parameter = self._on_tier.check(param, name)
         if is_torchs(group) or not is_served(param, param.grad, name, True):
             raise UnsupportedError(
-                f"{name}: states on a tier need contiguous tensors of 16 or 32 bits, as parameter and as gradient, without "
-                "amsgrad, capturable or differentiable"
+                f"{name}: states on a tier need dense tensors of 16 or 32 bits, as parameter and as gradient, without amsgrad, "
+                "capturable or differentiable"
             )
         self.places.append((number, place))
         self.numbers.append(parameter)
@@ -127,13 +127,13 @@ class TierTable:
 
     def _weights(self, number: int) -> torch.Tensor:
         own = local(self._on_tier.params[number])
-        return self._on_tier.weights.of(number) if link_to(own).is_apart else own
+        return self._on_tier.weights.of(number) if is_copied(own) else own
 
     def run(self, options: Any, status: list[int]) -> None:
-        """Steps all rows; appends the status of the call. Then `weights` has those of parameters that are not in host memory."""
+        """Steps all rows; appends the status of the call. Then `weights` has those of parameters that the library cannot write to."""
         params = self._on_tier.params
-        apart = [number for number in self.numbers if link_to(params[number]).is_apart]
-        self._on_tier.weights.expect(apart, self._on_tier.layout.of_subgroup)
+        copied = [number for number in self.numbers if is_copied(params[number])]
+        self._on_tier.weights.expect(copied, self._on_tier.layout.of_subgroup)
         self._on_tier.take_written()
         self._on_tier.tiered.changes()
         self._on_tier.tiered.swap._recorded(

@@ -90,10 +90,13 @@ impl Kernel {
                 }
                 Operation::Branch(target) => thread.at = *target,
                 Operation::ShuffleDown { .. } | Operation::WarpBarrier => return Ok(Stop::Meet(place)),
-                Operation::LoadParameter { to, offset, bytes } => {
-                    let value =
-                        parameters.get(*offset..offset + bytes).ok_or("access outside of the parameters")?;
-                    thread.set(*to, word(value));
+                Operation::LoadParameter { to, base, offset, bytes } => {
+                    let start = thread.get(*base).wrapping_add_signed(*offset) as usize;
+                    let read = start.checked_add(to.len() * bytes).and_then(|end| parameters.get(start..end));
+                    let read = read.ok_or("access outside of the parameters")?;
+                    for (register, value) in to.iter().zip(read.chunks(*bytes)) {
+                        thread.set(*register, word(value));
+                    }
                 }
                 Operation::Load { to, base, offset, bytes } => {
                     let address = aligned(thread.get(*base).wrapping_add_signed(*offset), to.len() * bytes)?;

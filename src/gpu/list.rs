@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use super::kernels::{Batch, DeviceTensor, Fold, KernelName, Kernels, Row, Rule, SEGMENT, SHARE};
 use super::module::Function;
 use super::stream::Stream;
-use super::sums::Sums;
+use super::sums::{Count, Sums};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::kernel::{AdamRule, squares};
@@ -107,14 +107,9 @@ impl List {
         Ok(list)
     }
 
-    /// Number of tiles.
-    pub(super) fn tiles(&self) -> u64 {
-        self.tiles
-    }
-
-    /// Number of segments.
-    pub(super) fn segments(&self) -> usize {
-        self.segments.len()
+    /// How many sums of squares the list has.
+    pub(super) fn count(&self) -> Count {
+        Count { tiles: self.tiles, segments: self.segments.len() }
     }
 
     /// Most likely different for lists of different tensors, and equal for the next step of the same ones.
@@ -184,7 +179,7 @@ impl List {
             unsafe { kernels.run(groups[0].function(part), stream, batch) }?;
         }
         let Some(sums) = sums else { return Ok(()) };
-        let out = sums.segments(self);
+        let out = sums.segments(self.count());
         let fold = Fold {
             segments,
             tiles: self.tiles,
@@ -194,7 +189,7 @@ impl List {
         };
         // SAFETY: as above; without a table the segments are those of the only row.
         unsafe { kernels.fold(stream, fold) }?;
-        stream.download(out, &sums.host(self))
+        stream.download(out, &sums.host(self.count()))
     }
 
     /// The sum of squares of all tensors from the sums of their segments, with the bits of a step on the processor.

@@ -147,7 +147,7 @@ impl Steps {
         let seen = queued.and_then(|after| match &call.sums {
             Some(sums) => {
                 after.synchronize()?;
-                Ok(StepStats::of(call.list.sum(&sums.read(&call.list))))
+                Ok(StepStats::of(call.list.sum(&sums.read(call.list.count()))))
             }
             None => Ok(StepStats::default()),
         });
@@ -166,9 +166,9 @@ impl Steps {
     /// Buffers that this call alone uses, reallocated if they are too small.
     fn sums(&self, list: &List) -> Result<Sums> {
         let known = self.spare.lock().pop();
-        match known.filter(|known| known.fit(list)) {
+        match known.filter(|known| known.fit(list.count())) {
             Some(known) => Ok(known),
-            None => Sums::new(&self.device, &self.registry, list),
+            None => Sums::new(&self.device, &self.registry, list.count()),
         }
     }
 }

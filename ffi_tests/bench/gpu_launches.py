@@ -3,8 +3,8 @@
     python ffi_tests/bench/gpu_launches.py FAKE_DRIVER [--kernels ADAM_PTX PTXAS]
 
 FAKE_DRIVER is libfakecuda.so. A row has the counts of the first step, of the second one, and of one with the norm; instructions are
-those of PTX, of all threads, per element. A warp steps up to 4096 elements of one tensor. `--kernels` counts registers and warps of a multiprocessor for sm_90: PTXAS assembles the
-kernels of ADAM_PTX. Nothing is timed."""
+those of PTX, of all threads, per element. A warp steps up to 4096 elements of one tensor. `--kernels` counts registers and warps of a
+multiprocessor for sm_90: PTXAS assembles the kernels of ADAM_PTX. Nothing is timed."""
 
 import argparse
 import ctypes
@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "packaging" / "python" / "tests"))
 
-#: Tensors and elements. The first two have fewer tensors than those of records/gpu_adam_tensors.json.
+#: Tensors and elements. Large tensors are fewer than in records/gpu_adam_tensors.json.
 SHAPES = [(1, 1 << 20), (8, 1 << 20), (60, 1 << 16), (2000, 4096), (10000, 1000)]
 TILE = 4096
 COUNTS = ("launches", "uploaded", "instructions")
@@ -42,8 +42,9 @@ def main():
 
 
 def _row(path, tensors, elements):
-    import spillway
     from fake_cuda import FakeDriver
+
+    import spillway
 
     library, driver = ctypes.CDLL(path), FakeDriver(path, 0)
     gpu, stream, adam = spillway.Gpu(0), driver.stream(), spillway.Adam(lr=1e-3)

@@ -68,7 +68,7 @@ impl Group {
 impl List {
     /// Lists the tensors of `jobs`. Errors: arrays that do not belong together, and types without a kernel.
     pub(super) fn new(kernels: &Kernels, jobs: &[Job]) -> Result<List> {
-        let (kinds, kind_of) = kinds_of(jobs)?;
+        let kinds = Kinds::of(jobs)?;
         let mut list = List {
             groups: Vec::new(),
             rows: try_vec::with_capacity("listing tensors", jobs.len())?,
@@ -79,10 +79,10 @@ impl List {
         };
         let mut firsts = try_vec::from_fn("listing tensors", jobs.len(), |_| 0)?;
         let mut numbers = HashMap::new();
-        for (kind, (kernel, grad)) in kinds.into_iter().enumerate() {
+        for (kind, (kernel, grad)) in kinds.kernels.into_iter().enumerate() {
             let begin = list.tiles;
             for (index, job) in jobs.iter().enumerate() {
-                if kind_of[index] != kind || job.tensor.grad.is_empty() {
+                if kinds.of_job[index] != kind || job.tensor.grad.is_empty() {
                     continue;
                 }
                 let rule = number_of(&mut list.rules, &mut numbers, Rule::from(&job.rule));
@@ -204,20 +204,29 @@ impl List {
     }
 }
 
-/// The kernels of the jobs with the types of their gradients, and the number of its kernel for each job.
-fn kinds_of(jobs: &[Job]) -> Result<(Vec<(KernelName, Dtype)>, Vec<usize>)> {
-    let mut kinds = Vec::new();
-    let mut kind_of = try_vec::with_capacity("listing tensors", jobs.len())?;
-    for job in jobs {
-        job.tensor.check()?;
-        let kind = (KernelName::adam(&job.rule, &job.tensor), job.tensor.grad.dtype());
-        let known = kinds.iter().position(|known| *known == kind);
-        kind_of.push(known.unwrap_or(kinds.len()));
-        if known.is_none() {
-            kinds.push(kind);
+/// The kernels of a call.
+struct Kinds {
+    /// Each kernel, and the type of its gradients.
+    kernels: Vec<(KernelName, Dtype)>,
+    /// The number of its kernel for each job.
+    of_job: Vec<usize>,
+}
+
+impl Kinds {
+    fn of(jobs: &[Job]) -> Result<Kinds> {
+        let mut kernels = Vec::new();
+        let mut of_job = try_vec::with_capacity("listing tensors", jobs.len())?;
+        for job in jobs {
+            job.tensor.check()?;
+            let kind = (KernelName::adam(&job.rule, &job.tensor), job.tensor.grad.dtype());
+            let known = kernels.iter().position(|known| *known == kind);
+            of_job.push(known.unwrap_or(kernels.len()));
+            if known.is_none() {
+                kernels.push(kind);
+            }
         }
+        Ok(Kinds { kernels, of_job })
     }
-    Ok((kinds, kind_of))
 }
 
 /// The number of a rule, which is added to `rules` if it is new.

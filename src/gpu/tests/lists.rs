@@ -43,6 +43,11 @@ impl Grid {
     }
 }
 
+/// The same elements as bf16, in the first half of their memory.
+fn half(floats: DeviceFloats) -> DeviceFloats {
+    DeviceFloats::new(floats.span().part(0, floats.len() * 2), Dtype::Bf16, "array").unwrap()
+}
+
 /// Launches, uploads and downloads of `work`.
 fn calls(ordinal: u32, work: impl FnOnce() -> StepStats) -> [usize; 3] {
     let before = fakecuda::with(ordinal, |gpu| gpu.calls.len());
@@ -79,6 +84,16 @@ fn a_step_has_one_launch_and_with_sums_two_whatever_the_number_of_tensors() {
         let mut two = grid.jobs(rule);
         two[0].rule = later;
         assert_eq!(step(&two, true), [2, table, 1], "two kinds of coefficients of {tensors}");
+        // Two kernels, whose tensors alternate.
+        if tensors > 1 {
+            let mut kernels = grid.jobs(rule);
+            for job in kernels.iter_mut().step_by(2) {
+                let states = &mut job.tensor.states;
+                (states.exp_avg, states.exp_avg_sq) = (half(states.exp_avg), half(states.exp_avg_sq));
+            }
+            let seen = step(&kernels, true);
+            assert_eq!([seen[0], seen[2]], [3, 1], "two kernels of {tensors}");
+        }
         two.iter_mut().for_each(|job| job.rule.step_size *= 0.5);
         assert_eq!(step(&two, true), [2, table, 1], "other coefficients of two kinds of {tensors}");
     }

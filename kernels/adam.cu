@@ -1,8 +1,8 @@
-// One step of Adam or AdamW, for every combination of element types that the CPU kernels support.
+// One step of Adam or AdamW over any number of tensors, for every combination of element types that the CPU kernels
+// support; sums of squares of their gradients; and the tree that adds these sums.
 //
 // The operations and their order are the same as in kernels/src/rules.rs. A step reads the states `from` and writes the
-// states `to`, which may be the same. Unless `tiles` is null, it receives one sum of squares of the scaled gradient per
-// tile.
+// states `to`, which may be the same.
 
 // Coefficients of a step. The host rounds each to f32 once.
 struct Rule {
@@ -14,11 +14,36 @@ struct Rule {
     u32 key[2];
 };
 
-template <class P, class S> struct States {
-    typename P::Raw *param;
-    typename S::Raw *exp_avg;
-    typename S::Raw *exp_avg_sq;
+// One tensor: the addresses of its arrays, and its place among the tiles of all tensors.
+struct Row {
+    u64 from_param, from_exp_avg, from_exp_avg_sq;
+    u64 to_param, to_exp_avg, to_exp_avg_sq;
+    u64 grad;
+    // Zero without a 16-bit copy of the parameter.
+    u64 copy;
+    u64 elements;
+    // Tiles of all rows before this one.
+    u64 first;
+    u64 rule;
 };
+
+// The tensors of a launch. All rows have at least one tile. One more row follows them, of which only `first` is read.
+struct Batch {
+    // The only row, if `rows` is null.
+    Row row;
+    const Row *rows;
+    // For every SHARE tiles, the row of the first one.
+    const u32 *starts;
+    // The tiles of this launch.
+    u64 begin, end;
+    // Receives one sum of squares of the scaled gradient per tile, unless it is null.
+    double *tiles;
+    // The coefficients of row i are rules[i.rule], or `rule` if `rules` is null.
+    const Rule *rules;
+    Rule rule;
+};
+
+#define SHARE 8
 
 struct Values {
     float param, exp_avg, exp_avg_sq;
@@ -88,29 +113,41 @@ template <class C> static __device__ __forceinline__ void store_copy(typename C:
 template <> __device__ __forceinline__ void store_copy<Absent>(u16 *, u64, const float (&)[GROUP]) {}
 
 template <class C> static __device__ __forceinline__ void store_copy_one(typename C::Raw *to, u64 at, float p) {
-    to[at] = C::narrow(p);
+    put_one(to + at, C::narrow(p));
 }
 template <> __device__ __forceinline__ void store_copy_one<Absent>(u16 *, u64, float) {}
 
 template <class P, class S, class G, class C, class Rounding> struct Step {
     Rule rule;
-    States<P, S> from, to;
+    const typename P::Raw *from_param;
+    const typename S::Raw *from_exp_avg, *from_exp_avg_sq;
+    typename P::Raw *to_param;
+    typename S::Raw *to_exp_avg, *to_exp_avg_sq;
     const typename G::Raw *grad;
     typename C::Raw *copy;
-    double *tiles;
     Lanes lanes;
 
-    __device__ __forceinline__ void begin() { lanes.clear(); }
-    __device__ __forceinline__ void end(u64 tile, u32 thread) {
-        double sum = lanes.tile();
-        if (thread == 0 && tiles) tiles[tile] = sum;
+    // Sets the arrays of `row`. Returns true if all are aligned.
+    __device__ __forceinline__ bool begin(const Rule &with, const Row &row) {
+        rule = with;
+        from_param = (const typename P::Raw *)row.from_param;
+        from_exp_avg = (const typename S::Raw *)row.from_exp_avg;
+        from_exp_avg_sq = (const typename S::Raw *)row.from_exp_avg_sq;
+        to_param = (typename P::Raw *)row.to_param;
+        to_exp_avg = (typename S::Raw *)row.to_exp_avg;
+        to_exp_avg_sq = (typename S::Raw *)row.to_exp_avg_sq;
+        grad = (const typename G::Raw *)row.grad;
+        copy = (typename C::Raw *)row.copy;
+        lanes.clear();
+        return aligned(row.from_param | row.from_exp_avg | row.from_exp_avg_sq | row.to_param | row.to_exp_avg |
+                       row.to_exp_avg_sq | row.grad | row.copy);
     }
 
     __device__ __forceinline__ void whole(u64 at) {
         float p[GROUP], m[GROUP], v[GROUP], g[GROUP];
-        load<P>(from.param + at, p);
-        load<S>(from.exp_avg + at, m);
-        load<S>(from.exp_avg_sq + at, v);
+        load<P>(from_param + at, p);
+        load<S>(from_exp_avg + at, m);
+        load<S>(from_exp_avg_sq + at, v);
         load<G>(grad + at, g);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
@@ -120,36 +157,73 @@ template <class P, class S, class G, class C, class Rounding> struct Step {
             p[i] = now.param, m[i] = now.exp_avg, v[i] = now.exp_avg_sq;
         }
         lanes.add(g);
-        store<P>(to.param + at, p);
-        store<S>(to.exp_avg + at, m);
-        store<S>(to.exp_avg_sq + at, v);
+        store<P>(to_param + at, p);
+        store<S>(to_exp_avg + at, m);
+        store<S>(to_exp_avg_sq + at, v);
         store_copy<C>(copy, at, p);
     }
 
     __device__ __forceinline__ void one(u64 at, int lane) {
-        float g = __fmul_rn(G::widen(grad[at]), rule.grad_scale);
-        Values old = {P::widen(from.param[at]), S::widen(from.exp_avg[at]), S::widen(from.exp_avg_sq[at])};
+        float g = __fmul_rn(G::widen(take_one(grad + at)), rule.grad_scale);
+        Values old = {P::widen(take_one(from_param + at)), S::widen(take_one(from_exp_avg + at)),
+                      S::widen(take_one(from_exp_avg_sq + at))};
         Values now = Rounding::round(rule, forward(rule, old, g), at);
         lanes.add_one(lane, g);
-        to.param[at] = P::narrow(now.param);
-        to.exp_avg[at] = S::narrow(now.exp_avg);
-        to.exp_avg_sq[at] = S::narrow(now.exp_avg_sq);
+        put_one(to_param + at, P::narrow(now.param));
+        put_one(to_exp_avg + at, S::narrow(now.exp_avg));
+        put_one(to_exp_avg_sq + at, S::narrow(now.exp_avg_sq));
         store_copy_one<C>(copy, at, now.param);
     }
 };
 
+template <class G> struct Squares {
+    float scale;
+    const typename G::Raw *grad;
+    Lanes lanes;
+
+    __device__ __forceinline__ bool begin(const Rule &rule, const Row &row) {
+        scale = rule.grad_scale;
+        grad = (const typename G::Raw *)row.grad;
+        lanes.clear();
+        return aligned(row.grad);
+    }
+    __device__ __forceinline__ void whole(u64 at) {
+        float value[GROUP];
+        load<G>(grad + at, value);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) value[i] = __fmul_rn(value[i], scale);
+        lanes.add(value);
+    }
+    __device__ __forceinline__ void one(u64 at, int lane) {
+        lanes.add_one(lane, __fmul_rn(G::widen(take_one(grad + at)), scale));
+    }
+};
+
+// Runs one warp per tile of the batch.
+template <class W> static __device__ __forceinline__ void run(const Batch &batch) {
+    for (u64 tile = batch.begin + warp_number(); tile < batch.end; tile += warp_count()) {
+        Row row = batch.row;
+        if (batch.rows) {
+            u64 at = batch.starts[tile / SHARE];
+#pragma unroll 1
+            while (batch.rows[at + 1].first <= tile) at++;
+            row = batch.rows[at];
+        }
+        Rule rule = batch.rule;
+        if (batch.rules) rule = batch.rules[row.rule];
+        W work;
+        bool vectors = work.begin(rule, row);
+        walk(work, tile - row.first, row.elements, vectors);
+        if (batch.tiles) {
+            double sum = work.lanes.tile();
+            if (threadIdx.x % WARP == 0) batch.tiles[tile] = sum;
+        }
+    }
+}
+
 #define STEP(name, P, S, G, C) STEP_ROUNDED(name, P, S, G, C, Nearest)
 #define STEP_ROUNDED(name, P, S, G, C, Rounding) \
-    extern "C" __global__ void __launch_bounds__(256) \
-        name(Rule rule, States<P, S> from, States<P, S> to, const G::Raw *grad, C::Raw *copy, u64 n, double *tiles) { \
-        Step<P, S, G, C, Rounding> work; \
-        work.rule = rule, work.from = from, work.to = to; \
-        work.grad = grad, work.copy = copy, work.tiles = tiles; \
-        bool vectors = aligned(from.param) && aligned(from.exp_avg) && aligned(from.exp_avg_sq) && \
-                       aligned(to.param) && aligned(to.exp_avg) && aligned(to.exp_avg_sq) && aligned(grad) && \
-                       aligned(copy); \
-        walk(work, n, vectors); \
-    }
+    extern "C" __global__ void __launch_bounds__(256) name(Batch batch) { run<Step<P, S, G, C, Rounding>>(batch); }
 STEP(spw_adam_f32_f32_f32, F32, F32, F32, Absent)
 STEP(spw_adam_f32_f32_f32_f16, F32, F32, F32, F16)
 STEP(spw_adam_f32_f32_f32_bf16, F32, F32, F32, Bf16)
@@ -171,3 +245,50 @@ STEP(spw_adam_f16_f32_f16, F16, F32, F16, Absent)
 STEP(spw_adam_f16_f16_f16, F16, F16, F16, Absent)
 STEP(spw_adam_bf16_f32_bf16, Bf16, F32, Bf16, Absent)
 STEP(spw_adam_bf16_bf16_bf16, Bf16, Bf16, Bf16, Absent)
+
+#define SQUARES(name, G) \
+    extern "C" __global__ void __launch_bounds__(256) name(Batch batch) { run<Squares<G>>(batch); }
+SQUARES(spw_squares_f32, F32)
+SQUARES(spw_squares_f16, F16)
+SQUARES(spw_squares_bf16, Bf16)
+
+// Neighbouring tiles of one row: SEGMENT, or fewer at the end of the row.
+struct Segment {
+    u64 first, tiles;
+};
+
+#define SEGMENT (WARP * GROUP)
+
+// Each warp adds the sums of one segment: eight levels of the tree that splits at the largest power of two. Without
+// `segments`, they are those of one row of `tiles` tiles.
+extern "C" __global__ void __launch_bounds__(256)
+    spw_fold(const Segment *segments, u64 tiles, u64 count, const double *sums, double *out) {
+    u32 thread = threadIdx.x % WARP;
+    for (u64 number = warp_number(); number < count; number += warp_count()) {
+        Segment segment = {number * SEGMENT, tiles - number * SEGMENT};
+        if (segments) segment = segments[number];
+        u32 live = segment.tiles < SEGMENT ? (u32)segment.tiles : SEGMENT;
+        double sum[GROUP];
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            u32 at = thread * GROUP + i;
+            sum[i] = at < live ? sums[segment.first + at] : 0;
+        }
+        // Pairs begin at multiples of twice the step. A sum without a partner is unchanged.
+#pragma unroll
+        for (int step = 1; step < GROUP; step *= 2) {
+#pragma unroll
+            for (int i = 0; i < GROUP; i += 2 * step) {
+                bool pair = thread * GROUP + i + step < live;
+                sum[i] = pair ? __dadd_rn(sum[i], sum[i + step]) : sum[i];
+            }
+        }
+#pragma unroll
+        for (u32 step = 1; step < WARP; step *= 2) {
+            double other = Lanes::down(sum[0], step);
+            bool pair = thread % (2 * step) == 0 && (thread + step) * GROUP < live;
+            sum[0] = pair ? __dadd_rn(sum[0], other) : sum[0];
+        }
+        if (thread == 0) out[number] = sum[0];
+    }
+}

@@ -55,30 +55,64 @@ struct Absent {
     typedef u16 Raw;
 };
 
+// Accesses to elements. An address that a kernel reads from a table has no address space for the compiler, so these
+// instructions name it.
+
+static __device__ __forceinline__ float take_one(const float *from) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+}
+
+static __device__ __forceinline__ u16 take_one(const u16 *from) {
+    u16 bits;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+    return bits;
+}
+
+static __device__ __forceinline__ void put_one(float *to, float value) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value));
+}
+
+static __device__ __forceinline__ void put_one(u16 *to, u16 bits) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(bits));
+}
+
+static __device__ __forceinline__ void take_four(const float *from, float *raw) {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(raw[0]), "=f"(raw[1]), "=f"(raw[2]), "=f"(raw[3])
+                 : "l"(from));
+}
+
+static __device__ __forceinline__ void put_four(float *to, const float *raw) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(raw[0]), "f"(raw[1]), "f"(raw[2]), "f"(raw[3]));
+}
+
 // Loads one group of eight elements with 128-bit accesses.
 static __device__ __forceinline__ void take(const float *from, float (&raw)[GROUP]) {
-    float4 low = ((const float4 *)from)[0], high = ((const float4 *)from)[1];
-    raw[0] = low.x, raw[1] = low.y, raw[2] = low.z, raw[3] = low.w;
-    raw[4] = high.x, raw[5] = high.y, raw[6] = high.z, raw[7] = high.w;
+    take_four(from, raw);
+    take_four(from + 4, raw + 4);
 }
 
 static __device__ __forceinline__ void take(const u16 *from, u16 (&raw)[GROUP]) {
-    uint4 all = *(const uint4 *)from;
-    u32 words[4] = {all.x, all.y, all.z, all.w};
+    u32 words[4];
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
 #pragma unroll
     for (int i = 0; i < GROUP; i++) raw[i] = (u16)(words[i / 2] >> i % 2 * 16);
 }
 
 static __device__ __forceinline__ void put(float *to, const float (&raw)[GROUP]) {
-    ((float4 *)to)[0] = make_float4(raw[0], raw[1], raw[2], raw[3]);
-    ((float4 *)to)[1] = make_float4(raw[4], raw[5], raw[6], raw[7]);
+    put_four(to, raw);
+    put_four(to + 4, raw + 4);
 }
 
 static __device__ __forceinline__ void put(u16 *to, const u16 (&raw)[GROUP]) {
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) words[i] = (u32)raw[2 * i] | (u32)raw[2 * i + 1] << 16;
-    *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]));
 }
 
 template <class E> static __device__ __forceinline__ void load(const typename E::Raw *from, float (&value)[GROUP]) {
@@ -95,7 +129,8 @@ template <class E> static __device__ __forceinline__ void store(typename E::Raw 
     put(to, raw);
 }
 
-static __device__ __forceinline__ bool aligned(const void *address) { return ((u64)address & 15) == 0; }
+static __device__ __forceinline__ bool aligned(u64 address) { return (address & 15) == 0; }
+static __device__ __forceinline__ bool aligned(const void *address) { return aligned((u64)address); }
 
 // The sums of squares of the eight lanes of one thread.
 struct Lanes {
@@ -141,30 +176,25 @@ struct Lanes {
     }
 };
 
-// Runs `work` over n elements. `vectors`: all spans are aligned, so whole groups may use 128-bit accesses. Its methods:
-//   begin(), end(tile, thread)   before and after each tile, called by all threads of a warp together
-//   whole(at)                    the group of eight elements at `at`
-//   one(at, lane)                the element at `at`, number `lane` of its group
-template <class W> static __device__ __forceinline__ void walk(W &work, u64 n, bool vectors) {
-    u64 tiles = (n + TILE - 1) / TILE;
-    u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
-    u64 warps = (u64)gridDim.x * blockDim.x / WARP;
-    u32 thread = threadIdx.x % WARP;
-    for (u64 tile = warp; tile < tiles; tile += warps) {
-        work.begin();
-        u64 at = tile * TILE + thread * GROUP;
+// Runs `work` over one tile of an array of n elements. `vectors`: all spans are aligned, so whole groups may use 128-bit
+// accesses. All threads of a warp call it together. Methods of `work`:
+//   whole(at)        the group of eight elements at `at`
+//   one(at, lane)    the element at `at`, number `lane` of its group
+template <class W> static __device__ __forceinline__ void walk(W &work, u64 tile, u64 n, bool vectors) {
+    u64 at = tile * TILE + threadIdx.x % WARP * GROUP;
 #pragma unroll 1
-        for (int round = 0; round < TILE / ROUND && at < n; round++, at += ROUND) {
-            u64 left = n - at;
-            if (vectors && left >= GROUP) {
-                work.whole(at);
-            } else {
-                int count = left < GROUP ? (int)left : GROUP;
+    for (int round = 0; round < TILE / ROUND && at < n; round++, at += ROUND) {
+        u64 left = n - at;
+        if (vectors && left >= GROUP) {
+            work.whole(at);
+        } else {
+            int count = left < GROUP ? (int)left : GROUP;
 #pragma unroll 1
-                for (int lane = 0; lane < count; lane++) work.one(at + lane, lane);
-            }
+            for (int lane = 0; lane < count; lane++) work.one(at + lane, lane);
         }
-        __syncwarp();
-        work.end(tile, thread);
     }
+    __syncwarp();
 }
+
+static __device__ __forceinline__ u64 warp_number() { return ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
+static __device__ __forceinline__ u64 warp_count() { return (u64)gridDim.x * blockDim.x / WARP; }

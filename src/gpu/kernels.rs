@@ -1,4 +1,4 @@
-//! The kernels of kernels/*.cu, bitwise equal to the CPU's kernels.
+//! The kernels of kernels/*.cu, bitwise equal to the CPU's kernels, and the layouts that they read.
 //!
 //! Every launch is asynchronous: the caller keeps the memory alive until an event recorded behind the launch is done.
 
@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::device::Device;
-use super::memory::{DeviceMemory, DeviceSpan};
+use super::memory::DeviceSpan;
 use super::module::{Function, Module};
 use super::stream::Stream;
 use crate::dtype::Dtype;
@@ -23,9 +23,11 @@ const WARPS: u64 = THREADS as u64 / 32;
 /// The launch limit. A launch has as many blocks as there is work, so that the device balances them dynamically.
 const MOST_BLOCKS: u32 = i32::MAX as u32;
 /// Most parameters of a kernel.
-const MOST_PARAMETERS: usize = 7;
-/// Number of sums that one warp of `spw_tree` adds to one.
-const BRANCHES: u64 = 32;
+const MOST_PARAMETERS: usize = 5;
+/// Tiles whose sums one warp of `spw_fold` adds to one: a power of two.
+pub(super) const SEGMENT: u64 = 256;
+/// Tiles that share an entry of [`Batch::starts`].
+pub(super) const SHARE: u64 = 8;
 
 /// The kernels, compiled for one device.
 #[derive(Debug)]
@@ -38,17 +40,31 @@ pub struct Kernels {
 
 /// A kernel as a launch names it: what it does, and the types of its arrays. Text is made of it in messages only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct KernelName {
+pub(super) struct KernelName {
     kind: &'static str,
     types: [Option<Dtype>; 4],
 }
 
 impl KernelName {
     /// The kinds. A name that begins with another name stands before that one.
-    const KINDS: [&'static str; 5] = ["adam_stochastic", "adam", "cast", "squares", "tree"];
+    const KINDS: [&'static str; 5] = ["adam_stochastic", "adam", "cast", "squares", "fold"];
 
     fn of<const N: usize>(kind: &'static str, types: [Dtype; N]) -> KernelName {
         KernelName { kind, types: std::array::from_fn(|at| types.get(at).copied()) }
+    }
+
+    /// The step of a tensor.
+    pub(super) fn adam(rule: &AdamRule, tensor: &DeviceTensor) -> KernelName {
+        let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
+        let DeviceStates { param, exp_avg, .. } = tensor.states;
+        let mut kernel = KernelName::of(kind, [param.dtype, exp_avg.dtype, tensor.grad.dtype]);
+        kernel.types[3] = tensor.param_copy.map(|copy| copy.dtype);
+        kernel
+    }
+
+    /// The sums of squares of a gradient.
+    pub(super) fn squares(grad: Dtype) -> KernelName {
+        KernelName::of("squares", [grad])
     }
 
     /// The kernel with this name in the PTX: `spw_KIND_TYPE_TYPE`.
@@ -149,7 +165,8 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    fn check(&self) -> Result<()> {
+    /// Refuses arrays that do not belong together.
+    pub(super) fn check(&self) -> Result<()> {
         let n = self.states.param.len();
         let others = [
             ("grad", Some(self.grad)),
@@ -179,77 +196,130 @@ impl DeviceTensor {
 }
 
 /// Coefficients in the layout that the kernels read.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(C)]
-struct Rule {
-    l2: u32,
-    decoupled: u32,
-    grad_scale: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    inv_sqrt_correction2: f32,
-    eps: f32,
-    step_size: f32,
-    decay_factor: f32,
-    key: [u32; 2],
-}
+pub(super) struct Rule(pub(super) [u32; 13]);
 
 impl From<&AdamRule> for Rule {
     fn from(rule: &AdamRule) -> Rule {
         let key = rule.stochastic.unwrap_or_default();
         let mask = |line: WeightDecay| if rule.decay == line { u32::MAX } else { 0 };
-        Rule {
-            l2: mask(WeightDecay::L2),
-            decoupled: mask(WeightDecay::Decoupled),
-            grad_scale: rule.grad_scale,
-            beta1: rule.beta1,
-            one_minus_beta1: rule.one_minus_beta1,
-            beta2: rule.beta2,
-            one_minus_beta2: rule.one_minus_beta2,
-            inv_sqrt_correction2: rule.inv_sqrt_correction2,
-            eps: rule.eps,
-            step_size: rule.step_size,
-            decay_factor: rule.decay_factor,
-            key: [key as u32, (key >> 32) as u32],
-        }
+        Rule([
+            mask(WeightDecay::L2),
+            mask(WeightDecay::Decoupled),
+            rule.grad_scale.to_bits(),
+            rule.beta1.to_bits(),
+            rule.one_minus_beta1.to_bits(),
+            rule.beta2.to_bits(),
+            rule.one_minus_beta2.to_bits(),
+            rule.inv_sqrt_correction2.to_bits(),
+            rule.eps.to_bits(),
+            rule.step_size.to_bits(),
+            rule.decay_factor.to_bits(),
+            key as u32,
+            (key >> 32) as u32,
+        ])
     }
 }
 
-/// Device memory for the sums of squares of a step: one per tile, and one per node of each level of the tree above.
-#[derive(Debug)]
-pub struct Sums {
-    pub(super) memory: DeviceMemory,
+/// A tensor in the layout that the kernels read.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct Row {
+    from: [u64; 3],
+    to: [u64; 3],
+    grad: u64,
+    /// 0 without a copy.
+    copy: u64,
     elements: u64,
+    /// Tiles of all rows before this one.
+    pub(super) first: u64,
+    rule: u64,
 }
 
-impl Sums {
-    /// Allocates space for up to `elements` elements.
-    pub fn new(device: &Arc<Device>, elements: u64) -> Result<Sums> {
-        let mut bytes = size_of::<f64>() as u64;
-        let mut sums = elements.div_ceil(TILE as u64);
-        while sums > 0 {
-            bytes += sums * size_of::<f64>() as u64;
-            sums = if sums > 1 { sums.div_ceil(BRANCHES) } else { 0 };
-        }
-        Ok(Sums { memory: DeviceMemory::new(device, bytes)?, elements })
-    }
+impl Row {
+    /// Words of a row.
+    pub(super) const WORDS: usize = 11;
 
-    /// Number of elements that the sums have space for.
-    pub fn elements(&self) -> u64 {
-        self.elements
-    }
-
-    fn first(&self, n: u64) -> Result<u64> {
-        match n <= self.elements {
-            true => Ok(self.memory.span().address()),
-            false => Err(Error::invalid(
-                "sums",
-                format!("has room for {} elements, but {n} are needed", self.elements),
-            )),
+    /// The row of `tensor`, which has passed its check. `rule`: the number of its coefficients.
+    pub(super) fn new(tensor: &DeviceTensor, first: u64, rule: u64) -> Row {
+        Row {
+            from: tensor.states.addresses(),
+            to: tensor.shadow.unwrap_or(tensor.states).addresses(),
+            grad: tensor.grad.span.address(),
+            copy: tensor.param_copy.map_or(0, |copy| copy.span.address()),
+            elements: tensor.grad.len(),
+            first,
+            rule,
         }
     }
+
+    /// The row behind the last one.
+    pub(super) fn end(first: u64) -> Row {
+        Row { first, ..Row::default() }
+    }
+
+    /// Address of the parameter that the step writes.
+    pub(super) fn target(&self) -> u64 {
+        self.to[0]
+    }
+
+    /// Number of tiles.
+    pub(super) fn tiles(&self) -> u64 {
+        self.elements.div_ceil(TILE as u64)
+    }
+
+    /// The row as it lies in memory.
+    pub(super) fn words(&self) -> [u64; Row::WORDS] {
+        let ([a, b, c], [d, e, f]) = (self.from, self.to);
+        [a, b, c, d, e, f, self.grad, self.copy, self.elements, self.first, self.rule]
+    }
+}
+
+/// The parameter of a step: its tensors, of one kernel. Addresses are of device memory.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct Batch {
+    /// The only row, if `rows` is 0.
+    pub(super) row: Row,
+    /// All rows of the table, and one more for the end of the last one.
+    pub(super) rows: u64,
+    /// For every [`SHARE`] tiles, the row of the first one, as u32.
+    pub(super) starts: u64,
+    /// The tiles of this launch.
+    pub(super) begin: u64,
+    /// The tile after them.
+    pub(super) end: u64,
+    /// Receives one sum of squares per tile, or 0.
+    pub(super) tiles: u64,
+    /// The coefficients of all rows, or 0 if all have `rule`.
+    pub(super) rules: u64,
+    /// The coefficients.
+    pub(super) rule: Rule,
+}
+
+impl Batch {
+    /// A batch of one row, without sums.
+    pub(super) fn of_row(row: Row, rule: Rule) -> Batch {
+        Batch { row, rows: 0, starts: 0, begin: 0, end: row.tiles(), tiles: 0, rules: 0, rule }
+    }
+}
+
+const _: () = assert!(size_of::<Row>() == Row::WORDS * 8 && size_of::<Batch>() == 192);
+
+/// The parameters of a fold.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Fold {
+    /// First tile and number of tiles of each segment. 0: the segments are those of one row.
+    pub(super) segments: u64,
+    /// Number of tiles.
+    pub(super) tiles: u64,
+    /// Number of segments.
+    pub(super) count: u64,
+    /// One sum per tile.
+    pub(super) sums: u64,
+    /// Receives one sum per segment.
+    pub(super) out: u64,
 }
 
 impl Kernels {
@@ -280,7 +350,7 @@ impl Kernels {
     fn run_empty(&self, device: &Arc<Device>) -> Result<()> {
         let stream = Stream::new(device)?;
         // As long as the longest parameter, and 0 in every one.
-        let mut zeros = [0_u64; 16];
+        let mut zeros = [0_u64; size_of::<Batch>() / size_of::<u64>()];
         for function in self.functions.values() {
             let mut arguments = [zeros.as_mut_ptr().cast::<c_void>(); MOST_PARAMETERS];
             // SAFETY: no kernel has more or longer parameters; with 0 elements a kernel accesses no memory.
@@ -304,90 +374,46 @@ impl Kernels {
         unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
     }
 
-    /// Sums the squares of `grad * scale`, bitwise equal to `optim::grad::stats`. Returns the location of the f64
-    /// result, valid in order on `stream`; `None` for no elements.
-    pub fn squares(
-        &self,
-        stream: &Stream,
-        grad: DeviceFloats,
-        scale: f32,
-        sums: &Sums,
-    ) -> Result<Option<DeviceSpan>> {
-        let function = self.function(KernelName::of("squares", [grad.dtype]))?;
-        let (mut source, mut n) = (grad.span.address(), grad.len());
-        let (mut scale, mut tiles) = (scale, sums.first(n)?);
-        let arguments = [address(&mut source), address(&mut scale), address(&mut n), address(&mut tiles)];
-        // SAFETY: the kernel's parameters, in order; `grad` has n elements, and `sums` has space for their tiles.
-        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
-        self.tree(stream, n, sums)
-    }
-
-    /// Enqueues one Adam step. With `sums` also the sum of squares of the scaled gradient, as in [`Kernels::squares`].
-    pub fn adam(
-        &self,
-        stream: &Stream,
-        rule: &AdamRule,
-        tensor: &DeviceTensor,
-        sums: Option<&Sums>,
-    ) -> Result<Option<DeviceSpan>> {
-        let function = self.adam_function(rule, tensor)?;
-        let mut n = tensor.grad.len();
-        let mut rule = Rule::from(rule);
-        let mut from = tensor.states.addresses();
-        let mut to = tensor.shadow.unwrap_or(tensor.states).addresses();
-        let mut grad = tensor.grad.span.address();
-        let mut copy = tensor.param_copy.map_or(0, |copy| copy.span.address());
-        let mut tiles = sums.map_or(Ok(0), |sums| sums.first(n))?;
-        let arguments = [
-            address(&mut rule),
-            address(&mut from),
-            address(&mut to),
-            address(&mut grad),
-            address(&mut copy),
-            address(&mut n),
-            address(&mut tiles),
-        ];
-        // SAFETY: the kernel's parameters, in order; all spans have n elements, and `sums` has space for their tiles.
-        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
-        sums.map_or(Ok(None), |sums| self.tree(stream, n, sums))
-    }
-
-    /// Returns Ok if [`Kernels::adam`] would accept this tensor, and its error otherwise.
-    pub fn accepts(&self, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
-        self.adam_function(rule, tensor).map(drop)
-    }
-
-    fn adam_function(&self, rule: &AdamRule, tensor: &DeviceTensor) -> Result<Function> {
+    /// Enqueues one Adam step of one tensor.
+    pub fn adam(&self, stream: &Stream, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
         tensor.check()?;
-        let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
-        let DeviceStates { param, exp_avg, .. } = tensor.states;
-        let mut kernel = KernelName::of(kind, [param.dtype, exp_avg.dtype, tensor.grad.dtype]);
-        kernel.types[3] = tensor.param_copy.map(|copy| copy.dtype);
-        self.function(kernel)
+        let function = self.function(KernelName::adam(rule, tensor))?;
+        let row = Row::new(tensor, 0, 0);
+        // SAFETY: the arrays of the row have its number of elements.
+        unsafe { self.run(function, stream, Batch::of_row(row, rule.into())) }
     }
 
-    /// Adds the sums of the tiles of `n` elements, level by level.
-    pub(super) fn tree(&self, stream: &Stream, n: u64, sums: &Sums) -> Result<Option<DeviceSpan>> {
-        let function = self.function(KernelName::of("tree", []))?;
-        let (mut count, mut from) = (n.div_ceil(TILE as u64), 0);
-        if count == 0 {
-            return Ok(None);
-        }
-        let word = size_of::<f64>() as u64;
-        while count > 1 {
-            let to = from + count * word;
-            let (mut source, mut target) =
-                (sums.memory.span().address() + from, sums.memory.span().address() + to);
-            let groups = count.div_ceil(BRANCHES);
-            let arguments = [address(&mut source), address(&mut count), address(&mut target)];
-            // SAFETY: the kernel's parameters, in order; each level lies behind its input, as counted in `Sums::new`.
-            unsafe { self.launch(function, stream, groups, arguments) }?;
-            (count, from) = (groups, to);
-        }
-        Ok(Some(sums.memory.span().part(from, word)))
+    /// Enqueues a step or its sums of squares.
+    ///
+    /// # Safety
+    /// `function` is such a kernel, for the types of the rows of the batch. The arrays of each row have its number of
+    /// elements. The table of the batch is valid in order on `stream`.
+    pub(super) unsafe fn run(&self, function: Function, stream: &Stream, mut batch: Batch) -> Result<()> {
+        let work = batch.end - batch.begin;
+        // SAFETY: the kernel's parameter, and the caller's promise.
+        unsafe { self.launch(function, stream, work, [address(&mut batch)]) }
     }
 
-    fn function(&self, kernel: KernelName) -> Result<Function> {
+    /// Adds the sums of the tiles of each segment.
+    ///
+    /// # Safety
+    /// Every address of `fold` is 0, or memory that is large enough and valid in order on `stream`.
+    pub(super) unsafe fn fold(&self, stream: &Stream, fold: Fold) -> Result<()> {
+        let function = self.function(KernelName::of("fold", []))?;
+        let Fold { mut segments, mut tiles, mut count, mut sums, mut out } = fold;
+        let arguments = [
+            address(&mut segments),
+            address(&mut tiles),
+            address(&mut count),
+            address(&mut sums),
+            address(&mut out),
+        ];
+        // SAFETY: the kernel's parameters, in order, and the caller's promise.
+        unsafe { self.launch(function, stream, count, arguments) }
+    }
+
+    /// The kernel of this name. Errors: there is none for these types.
+    pub(super) fn function(&self, kernel: KernelName) -> Result<Function> {
         let found = self.functions.get(&kernel).copied();
         found.ok_or_else(|| {
             Error::Unsupported(format!("unsupported combination of types: there is no GPU kernel {kernel}"))

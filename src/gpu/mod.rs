@@ -9,11 +9,14 @@
 //! | [`memory`] | device memory, and page-locked host memory for copies |
 //! | `module` | compiles PTX into functions |
 //! | [`steps`] | Adam over many tensors, in order on the framework's stream |
+//! | [`list`] | the tensors of one call as the kernels read them, and their launches |
+//! | `tables`, `staging` | the lists in device memory, kept while they stay the same; the memory of their uploads |
+//! | `sums` | buffers for the sums of squares of one call |
 //! | [`transfer`] | copies of gradients to the host and of parameters to the device |
 //! | [`watch`] | host threads wait for the framework's events |
 //! | [`link`], [`speeds`], [`profile`] | bandwidth of the link and speed of the CPU, measured once |
 //! | [`visible`], [`machine`] | the GPU behind each ordinal, and its place in the topology |
-//! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
+//! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam |
 //!
 //! Types, constants and signatures of the driver come from cudarc's bindings. Spillway calls the driver through its own
 //! function table, not through cudarc's functions, for three reasons:
@@ -22,12 +25,16 @@
 //! - Tests replace the driver with a fake one.
 
 mod module;
+mod staging;
+mod sums;
 mod table;
+mod tables;
 
 pub mod device;
 pub mod driver;
 pub mod kernels;
 pub mod link;
+pub mod list;
 pub mod machine;
 pub mod memory;
 pub mod profile;

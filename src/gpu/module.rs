@@ -74,7 +74,7 @@ impl Drop for Module {
 }
 
 /// A kernel of a loaded module.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Function(usize);
 
 impl Function {

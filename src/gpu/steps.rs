@@ -3,25 +3,16 @@
 use std::sync::Arc;
 
 use super::device::Device;
-use super::kernels::{DeviceTensor, Kernels, Sums};
-use super::memory::{HostSpan, Registry};
+use super::kernels::Kernels;
+use super::list::{Job, List, Part};
+use super::memory::Registry;
 use super::stream::{ForeignStream, GpuEvent, Stream};
+use super::sums::Sums;
+use super::tables::{Table, Tables};
 use crate::error::Result;
-use crate::kernel::AdamRule;
 use crate::optim::StepStats;
-use crate::optim::parallel;
-use crate::pool::buffer::Buffer;
 use crate::stats;
 use crate::sys::sync::Lock;
-
-/// One tensor and the coefficients of its step.
-#[derive(Debug, Clone, Copy)]
-pub struct Job {
-    /// Coefficients.
-    pub rule: AdamRule,
-    /// The tensor's arrays.
-    pub tensor: DeviceTensor,
-}
 
 /// Adam steps on one device.
 #[derive(Debug)]
@@ -30,27 +21,19 @@ pub struct Steps {
     kernels: Arc<Kernels>,
     registry: Registry,
     stream: Stream,
+    tables: Tables,
     /// Buffers that no call uses.
-    spare: Lock<Vec<Scratch>>,
+    spare: Lock<Vec<Sums>>,
 }
 
-/// The parts of a step that a call runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
-    Step,
-    Squares,
-    Both,
-}
-
-/// Buffers for the sums of one call: partial sums of the current tensor on the device, one sum per tensor on the host.
+/// One call: its tensors, and the memory that it alone uses.
 #[derive(Debug)]
-struct Scratch {
-    sums: Sums,
-    host: HostSpan,
-    _memory: Buffer,
+struct Call {
+    list: List,
+    part: Part,
+    table: Option<Table>,
+    sums: Option<Sums>,
 }
-
-const WORD: usize = size_of::<f64>();
 
 impl Steps {
     /// Prepares steps with `kernels`.
@@ -60,6 +43,7 @@ impl Steps {
             kernels: Arc::clone(kernels),
             registry: Registry::new(device),
             stream: Stream::new(device)?,
+            tables: Tables::new(device)?,
             spare: Lock::default(),
         })
     }
@@ -78,18 +62,14 @@ impl Steps {
     /// Returns the statistics of [`Steps::adam`] without stepping; blocks. The gradients are complete: the call waits for
     /// no other work of the framework.
     pub fn measure(&self, jobs: &[Job]) -> Result<StepStats> {
-        self.check(jobs)?;
-        let scratch = self.scratch(jobs)?;
         let after = GpuEvent::new(&self.device)?;
-        let queued =
-            self.queue(jobs, Part::Squares, Some(&scratch)).and_then(|()| self.stream.record(&after));
-        if let Err(error) = queued {
+        let call = self.prepare(jobs, Part::Squares)?;
+        let queued = self.launch(&call).and_then(|()| self.stream.record(&after));
+        if queued.is_err() {
             // Squares that are queued must not read the gradients after this call.
             let _ = self.stream.synchronize();
-            self.spare.lock().push(scratch);
-            return Err(error);
         }
-        self.statistics(jobs, scratch, &after)
+        self.end(call, queued.map(|()| &after))
     }
 
     /// Blocks until all steps are done.
@@ -98,71 +78,97 @@ impl Steps {
     }
 
     fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(GpuEvent, StepStats)> {
-        self.check(jobs)?;
-        let scratch = if part == Part::Step { None } else { Some(self.scratch(jobs)?) };
         let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
-        stream.record(&before)?;
-        self.stream.wait(&before)?;
-        let queued = self.queue(jobs, part, scratch.as_ref());
-        let ordered = self.stream.record(&after).and_then(|()| stream.wait(&after));
+        let call = self.prepare(jobs, part)?;
+        let stepped = self.step_between(&call, stream, &before, &after);
+        if stepped.is_ok() {
+            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        }
+        let seen = self.end(call, stepped.map(|()| &after))?;
+        Ok((after, seen))
+    }
+
+    /// Enqueues a call behind the work of the framework, and the framework's later work behind the call.
+    fn step_between(
+        &self,
+        call: &Call,
+        stream: ForeignStream,
+        before: &GpuEvent,
+        after: &GpuEvent,
+    ) -> Result<()> {
+        stream.record(before)?;
+        self.stream.wait(before)?;
+        let queued = self.launch(call);
+        let ordered = self.stream.record(after).and_then(|()| stream.wait(after));
         if ordered.is_err() {
             // Nothing orders the framework's stream behind what is queued. The framework may reuse the arrays once
             // this call has returned.
             let _ = self.stream.synchronize();
         }
-        if let Err(error) = queued.and(ordered) {
-            // What is queued ends before the next use of the buffers, in the same stream.
-            self.spare.lock().extend(scratch);
-            return Err(error);
-        }
-        stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
-        let seen = scratch.map(|scratch| self.statistics(jobs, scratch, &after)).transpose()?;
-        Ok((after, seen.unwrap_or_default()))
+        queued.and(ordered)
     }
 
-    fn check(&self, jobs: &[Job]) -> Result<()> {
+    /// Lists the tensors, takes the memory of the call and uploads its table. Errors: a tensor is refused.
+    fn prepare(&self, jobs: &[Job], part: Part) -> Result<Call> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
-        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.rule, &job.tensor))
+        let list = List::new(&self.kernels, jobs)?;
+        let sums = if part == Part::Step { None } else { Some(self.sums(&list)?) };
+        let mut call = Call { list, part, table: None, sums };
+        match self.upload(&mut call) {
+            Ok(()) => Ok(call),
+            Err(error) => {
+                self.give_back(call);
+                Err(error)
+            }
+        }
     }
 
-    /// Blocks until the sums are there, and gives the buffers back.
-    fn statistics(&self, jobs: &[Job], scratch: Scratch, after: &GpuEvent) -> Result<StepStats> {
-        after.synchronize()?;
-        let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
-        self.spare.lock().push(scratch);
-        let sums =
-            bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
-        Ok(StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>())))
+    /// The table does not wait for the framework, whose work it does not touch.
+    fn upload(&self, call: &mut Call) -> Result<()> {
+        let Some(words) = call.list.table()? else { return Ok(()) };
+        let table = call.table.insert(self.tables.take(&call.list, words.len())?);
+        self.tables.upload(table, words, &self.stream)
     }
 
     /// Enqueues the kernels of a call. After an error some of them are queued.
-    fn queue(&self, jobs: &[Job], part: Part, scratch: Option<&Scratch>) -> Result<()> {
-        for (index, job) in jobs.iter().enumerate() {
-            let sums = scratch.map(|scratch| &scratch.sums);
-            let sum = match (part, sums) {
-                (Part::Squares, Some(sums)) => {
-                    self.kernels.squares(&self.stream, job.tensor.grad, job.rule.grad_scale, sums)?
-                }
-                _ => self.kernels.adam(&self.stream, &job.rule, &job.tensor, sums)?,
-            };
-            if let (Some(scratch), Some(sum)) = (scratch, sum) {
-                self.stream.download(sum, &scratch.host.part(index * WORD, WORD))?;
-            }
+    fn launch(&self, call: &Call) -> Result<()> {
+        let table = call.table.as_ref().map(Table::address);
+        call.list.launch(&self.kernels, &self.stream, call.part, table, call.sums.as_ref())
+    }
+
+    /// Gives the memory of a call back. With sums, first blocks until they are there, and returns their statistics.
+    fn end(&self, mut call: Call, queued: Result<&GpuEvent>) -> Result<StepStats> {
+        // Another call may have the table while this one waits.
+        if let Some(table) = call.table.take() {
+            self.tables.give(table);
         }
-        Ok(())
+        let seen = queued.and_then(|after| match &call.sums {
+            Some(sums) => {
+                after.synchronize()?;
+                Ok(StepStats::of(call.list.sum(&sums.read(call.list.count()))))
+            }
+            None => Ok(StepStats::default()),
+        });
+        self.give_back(call);
+        seen
+    }
+
+    /// What is queued ends before the next use of the memory, in the same stream.
+    fn give_back(&self, call: Call) {
+        if let Some(table) = call.table {
+            self.tables.give(table);
+        }
+        self.spare.lock().extend(call.sums);
     }
 
     /// Buffers that this call alone uses, reallocated if they are too small.
-    fn scratch(&self, jobs: &[Job]) -> Result<Scratch> {
-        let most = jobs.iter().map(|job| job.tensor.grad.len()).max().unwrap_or(0);
-        let bytes = jobs.len().max(1) * WORD;
+    fn sums(&self, list: &List) -> Result<Sums> {
         let known = self.spare.lock().pop();
-        let fits = |known: &Scratch| known.sums.elements() >= most && known.host.span().len() >= bytes;
-        match known.filter(fits) {
+        match known.filter(|known| known.fit(list.count())) {
             Some(known) => Ok(known),
-            None => Scratch::new(&self.device, &self.registry, most, bytes),
+            None => Sums::new(&self.device, &self.registry, list.count()),
         }
     }
 }
@@ -171,14 +177,5 @@ impl Drop for Steps {
     fn drop(&mut self) {
         // The module of the kernels may be unloaded next, and the arrays freed. With a lost context nothing is queued.
         let _ = self.finish();
-    }
-}
-
-impl Scratch {
-    fn new(device: &Arc<Device>, registry: &Registry, elements: u64, bytes: usize) -> Result<Scratch> {
-        let sums = Sums::new(device, elements)?;
-        let memory = Buffer::open(bytes, device.backing())?;
-        let host = registry.host(memory.transfer(0, bytes), "sums")?;
-        Ok(Scratch { sums, host, _memory: memory })
     }
 }

@@ -389,3 +389,21 @@ pub unsafe extern "C" fn fakecuda_races(ordinal: u32) -> u64 {
 pub unsafe extern "C" fn fakecuda_pageable_copies(ordinal: u32) -> u64 {
     gpu::lock(ordinal).pageable_copies as u64
 }
+
+/// Number of kernels that were launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_launches(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).calls.iter().filter(|call| **call == "cuLaunchKernel").count() as u64
+}
+
+/// Bytes of all copies to the device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_uploaded(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).uploaded
+}
+
+/// Instructions of all threads of all kernels that ran.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_instructions(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).instructions
+}

@@ -70,6 +70,10 @@ pub struct Gpu {
     pub failures: Vec<String>,
     /// Names of the calls so far.
     pub calls: Vec<&'static str>,
+    /// Bytes of all copies to the device that were queued.
+    pub uploaded: u64,
+    /// Instructions of all threads of all kernels that ran.
+    pub instructions: u64,
     /// Has the effect of `FAKECUDA_FAIL`: the next call of this name returns this code, after the given number
     /// of calls that succeed.
     pub faults: Vec<(&'static str, usize, Code)>,
@@ -328,6 +332,7 @@ impl Gpu {
         if ![Held::Locked, Held::Nothing].contains(&host) {
             return Err(INVALID_VALUE);
         }
+        self.uploaded += if direction == 0 { bytes as u64 } else { 0 };
         let what = ["a copy to the device", "a copy to the host"][direction];
         self.push(stream, what, Work::Copy { from, to, bytes }, Some((direction, bytes as f64)))?;
         if host == Held::Nothing {

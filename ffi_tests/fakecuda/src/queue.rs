@@ -146,9 +146,12 @@ impl Gpu {
                 let mut memory = Guarded { gpu: self, accesses: Vec::new() };
                 let outcome = kernel.run(blocks, threads, &parameters, &mut memory);
                 let accesses = memory.accesses;
-                if let Err(words) = outcome {
-                    self.failures.push(words);
-                    return Err(ILLEGAL_ADDRESS);
+                match outcome {
+                    Ok(instructions) => self.instructions += instructions,
+                    Err(words) => {
+                        self.failures.push(words);
+                        return Err(ILLEGAL_ADDRESS);
+                    }
                 }
                 accesses
             }

@@ -194,3 +194,27 @@ fn each_device_has_memory_of_its_own() {
     });
     crate::with(59, |gpu| assert_eq!((gpu.memory_used(), gpu.held(elsewhere, 100)), (100, Held::Device)));
 }
+
+#[test]
+fn launches_uploads_and_instructions_are_counted() {
+    const STORE: &str = ".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry store(\n.param .u64 store_param_0\n)\n{\n\
+        .reg .b32 %r<2>;\n.reg .b64 %rd<3>;\nld.param.u64 %rd1, [store_param_0];\nmov.u32 %r1, %ctaid.x;\n\
+        st.global.u32 [%rd1], %r1;\nret;\n}\n";
+    enter(58);
+    let (stream, device) = (stream(), memory(8));
+    crate::with(58, |gpu| {
+        let host = [7_u8; 8];
+        gpu.page_lock(host.as_ptr() as usize, 8);
+        let module = gpu.module_load(STORE).unwrap();
+        let function = gpu.function(module, "store").unwrap();
+        let kernel = gpu.kernel(function).unwrap();
+        let stream = api::number(stream);
+        gpu.copy(stream, host.as_ptr() as u64, device, 8, 0).unwrap();
+        gpu.launch(stream, kernel, 3, 32, device.to_ne_bytes().to_vec()).unwrap();
+        assert_eq!((gpu.uploaded, gpu.instructions), (8, 0));
+        gpu.stream_synchronize(stream).unwrap();
+        // The return is one of the four.
+        assert_eq!((gpu.uploaded, gpu.instructions), (8, 3 * 32 * 4));
+        assert_eq!(gpu.failures, [""; 0]);
+    });
+}

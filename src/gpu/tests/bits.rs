@@ -9,14 +9,16 @@
 
 use std::sync::Arc;
 
-use super::device;
 use super::sample::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, start_of, tensor_of, values};
+use super::{device, foreign};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::gpu::device::Device;
-use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Kernels, Sums};
+use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Fold, Kernels, SEGMENT};
+use crate::gpu::list::Job;
 use crate::gpu::memory::{DeviceMemory, DeviceSpan, HostSpan, Registry};
+use crate::gpu::steps::Steps;
 use crate::gpu::stream::Stream;
-use crate::kernel::squares::{TILE, tree_sum};
+use crate::kernel::squares::{self, TILE, tree_sum};
 use crate::kernel::{AdamRule, CHUNK, Optimizer, WeightDecay};
 use crate::optim::{self, StepStats};
 use crate::pool::pinned;
@@ -25,10 +27,11 @@ use crate::pool::region::Backing;
 const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
 
 /// A device with its kernels, and page-locked memory for copies to and from it.
-struct Bench {
-    device: Arc<Device>,
-    kernels: Kernels,
-    stream: Stream,
+pub(super) struct Bench {
+    pub(super) device: Arc<Device>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) steps: Steps,
+    pub(super) stream: Stream,
     staging: HostSpan,
     address: usize,
 }
@@ -36,7 +39,7 @@ struct Bench {
 const STAGING: usize = 8 << 20;
 
 impl Bench {
-    fn new(ordinal: u32) -> Bench {
+    pub(super) fn new(ordinal: u32) -> Bench {
         Bench::with(ordinal, CAST, ADAM)
     }
 
@@ -44,13 +47,15 @@ impl Bench {
         let device = device(ordinal);
         let mut kernels = Kernels::compile(&device, cast, adam).unwrap();
         kernels.most_blocks = 8;
+        let kernels = Arc::new(kernels);
+        let steps = Steps::new(&device, &kernels).unwrap();
         let stream = Stream::new(&device).unwrap();
         let span = pinned::alloc(STAGING, Backing::default()).unwrap();
         let staging = Registry::new(&device).host(span, "staging").unwrap();
-        Bench { device, kernels, stream, staging, address: span.address() }
+        Bench { device, kernels, steps, stream, staging, address: span.address() }
     }
 
-    fn upload(&self, bytes: &[u8], to: DeviceSpan) {
+    pub(super) fn upload(&self, bytes: &[u8], to: DeviceSpan) {
         for (index, chunk) in bytes.chunks(STAGING).enumerate() {
             self.staging.span().write(chunk);
             let to = to.part((index * STAGING) as u64, chunk.len() as u64);
@@ -59,7 +64,7 @@ impl Bench {
         }
     }
 
-    fn download(&self, from: DeviceSpan) -> Vec<u8> {
+    pub(super) fn download(&self, from: DeviceSpan) -> Vec<u8> {
         let bytes = from.bytes() as usize;
         let mut all = Vec::with_capacity(bytes);
         for start in (0..bytes).step_by(STAGING) {
@@ -72,7 +77,7 @@ impl Bench {
     }
 
     /// Copies a span with its canaries to device memory, with values aligned to 16 bytes or only to their size.
-    fn place(&self, span: &mut Span, aligned: bool) -> Placed {
+    pub(super) fn place(&self, span: &mut Span, aligned: bool) -> Placed {
         let dtype = span.inner().dtype();
         let (n, size) = (span.inner().len(), dtype.size());
         let inside = span.inner().address() as usize;
@@ -86,13 +91,8 @@ impl Bench {
         Placed { _memory: memory, whole, values }
     }
 
-    fn fetch(&self, from: &Placed, to: &mut Span) {
+    pub(super) fn fetch(&self, from: &Placed, to: &mut Span) {
         to.bytes_mut().copy_from_slice(&self.download(from.whole));
-    }
-
-    fn sum(&self, at: Option<DeviceSpan>) -> f64 {
-        let sum = at.map_or(0.0, |at| f64::from_ne_bytes(self.download(at).try_into().unwrap()));
-        StepStats::of(sum).sum_squares
     }
 }
 
@@ -102,17 +102,17 @@ impl Drop for Bench {
     }
 }
 
-struct Placed {
+pub(super) struct Placed {
     _memory: DeviceMemory,
     whole: DeviceSpan,
-    values: DeviceFloats,
+    pub(super) values: DeviceFloats,
 }
 
-fn states(spans: &[Placed]) -> DeviceStates {
+pub(super) fn states(spans: &[Placed]) -> DeviceStates {
     DeviceStates { param: spans[0].values, exp_avg: spans[1].values, exp_avg_sq: spans[2].values }
 }
 
-fn bits(spans: &[Span; 4]) -> [Vec<u32>; 4] {
+pub(super) fn bits(spans: &[Span; 4]) -> [Vec<u32>; 4] {
     spans.each_ref().map(Span::bits)
 }
 
@@ -134,15 +134,13 @@ fn compare(
     let mut got = start.clone();
     let placed: Vec<Placed> = got.iter_mut().map(|span| bench.place(span, aligned)).collect();
     let device_grad = bench.place(&mut grad, aligned);
-    let sums = Sums::new(&bench.device, n as u64).unwrap();
     let tensor = DeviceTensor {
         states: states(&placed),
         shadow: None,
         grad: device_grad.values,
         param_copy: dtypes.copy.map(|_| placed[3].values),
     };
-    let found = bench.kernels.adam(&bench.stream, &rule, &tensor, Some(&sums)).unwrap();
-    let found = bench.sum(found);
+    let found = bench.steps.adam(&[Job { rule, tensor }], foreign(&bench.stream), true).unwrap().sum_squares;
     if found.to_bits() != StepStats::of(sum).sum_squares.to_bits() {
         faults.push(format!("sum {found} != {sum}"));
     }
@@ -155,7 +153,7 @@ fn compare(
     let mut old = start.clone();
     let before: Vec<Placed> = old.iter_mut().map(|span| bench.place(span, aligned)).collect();
     let shadowed = DeviceTensor { states: states(&before), shadow: Some(states(&placed)), ..tensor };
-    bench.kernels.adam(&bench.stream, &rule, &shadowed, None).unwrap();
+    bench.kernels.adam(&bench.stream, &rule, &shadowed).unwrap();
     placed.iter().zip(&mut got).for_each(|(placed, span)| bench.fetch(placed, span));
     before.iter().zip(&mut old).take(3).for_each(|(placed, span)| bench.fetch(placed, span));
     if bits(&got) != bits(&expected) || bits(&old)[..3] != bits(&start)[..3] {
@@ -329,23 +327,33 @@ fn sums_of_squares_meet_in_the_tree_of_the_processor() {
     {
         let mut grad = Span::of(dtype, &values(n, false, 9, false));
         let placed = bench.place(&mut grad, true);
-        let sums = Sums::new(&bench.device, n as u64).unwrap();
-        let found = bench.kernels.squares(&bench.stream, placed.values, rule.grad_scale, &sums).unwrap();
+        let same = DeviceStates { param: placed.values, exp_avg: placed.values, exp_avg_sq: placed.values };
+        let tensor = DeviceTensor { states: same, shadow: None, grad: placed.values, param_copy: None };
+        let found = bench.steps.measure(&[Job { rule, tensor }]).unwrap();
         let floats = match grad.inner() {
             FloatsMut::F32(s) => Floats::F32(s),
             FloatsMut::F16(s) => Floats::F16(s),
             FloatsMut::Bf16(s) => Floats::Bf16(s),
         };
         let expected = crate::optim::grad::stats(floats, rule.grad_scale).unwrap();
-        assert_eq!(bench.sum(found).to_bits(), expected.sum_squares.to_bits(), "{n} {}", dtype.name());
+        assert_eq!(found.sum_squares.to_bits(), expected.sum_squares.to_bits(), "{n} {}", dtype.name());
     }
-    for tiles in (1..70).chain([1023, 1024, 1025, 1056, 1057]) {
+    for tiles in (1..70).chain([255, 256, 257, 511, 1023, 1024, 1025, 5000]) {
         let terms: Vec<f64> = (0..tiles).map(|i| 1.0 / f64::from(i as u32 + 3)).collect();
-        let sums = Sums::new(&bench.device, (tiles * TILE) as u64).unwrap();
         let bytes: Vec<u8> = terms.iter().flat_map(|term| term.to_ne_bytes()).collect();
-        bench.upload(&bytes, sums.memory.span().part(0, bytes.len() as u64));
-        let found = bench.kernels.tree(&bench.stream, (tiles * TILE) as u64, &sums).unwrap();
-        assert_eq!(bench.sum(found).to_bits(), tree_sum(&terms).to_bits(), "{tiles} tiles");
+        let count = (tiles as u64).div_ceil(SEGMENT);
+        let memory = DeviceMemory::new(&bench.device, bytes.len() as u64 + count * 8).unwrap();
+        let [sums, out] = [(0, bytes.len() as u64), (bytes.len() as u64, count * 8)]
+            .map(|(from, bytes)| memory.span().part(from, bytes));
+        bench.upload(&bytes, sums);
+        let (sums, end) = (sums.address(), out.address());
+        let fold = Fold { segments: 0, tiles: tiles as u64, count, sums, out: end };
+        // SAFETY: the memory has room for the tiles and the segments.
+        unsafe { bench.kernels.fold(&bench.stream, fold) }.unwrap();
+        let words = bench.download(out);
+        let words = words.chunks(8).map(|word| f64::from_ne_bytes(word.try_into().unwrap()));
+        let found = squares::sum(&words.collect::<Vec<f64>>());
+        assert_eq!(found.to_bits(), tree_sum(&terms).to_bits(), "{tiles} tiles");
     }
     const { assert!(CHUNK.is_multiple_of(TILE)) }
 }
@@ -364,12 +372,13 @@ fn tensors_that_do_not_fit_together_are_refused() {
     let shadow =
         DeviceTensor { shadow: Some(DeviceStates { param: floats(Dtype::F32, 9), ..states }), ..good };
     for (tensor, argument) in [(short, "grad"), (odd, "no GPU kernel"), (shadow, "shadow")] {
-        let message = bench.kernels.adam(&bench.stream, &rule, &tensor, None).unwrap_err().to_string();
+        let message = bench.kernels.adam(&bench.stream, &rule, &tensor).unwrap_err().to_string();
         assert!(message.contains(argument), "{message}");
+        let jobs = [good, tensor].map(|tensor| Job { rule, tensor });
+        let message = bench.steps.adam(&jobs, foreign(&bench.stream), false).unwrap_err().to_string();
+        assert!(message.contains(argument), "{message}");
+        fakecuda::with(4, |gpu| assert_eq!(gpu.queued_kernels(), 0));
     }
-    assert!(
-        bench.kernels.adam(&bench.stream, &rule, &good, Some(&Sums::new(&bench.device, 7).unwrap())).is_err()
-    );
     assert!(bench.kernels.cast(&bench.stream, state, floats(Dtype::F16, 3)).is_err());
     assert!(bench.kernels.cast(&bench.stream, state, state).is_err());
     assert!(DeviceFloats::new(memory.span().part(1, 8), Dtype::F32, "x").is_err());

@@ -1,6 +1,7 @@
 //! The GPU layer against the fake driver of ffi_tests/fakecuda. Each test uses its own device.
 
 mod bits;
+mod lists;
 #[path = "../../../kernels/tests/sample.rs"]
 mod sample;
 mod states;

@@ -7,8 +7,9 @@ use super::{device, foreign, until};
 use crate::dtype::Dtype;
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::list::Job;
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
-use crate::gpu::steps::{Job, Steps};
+use crate::gpu::steps::Steps;
 use crate::gpu::stream::Stream;
 use crate::kernel::WeightDecay;
 use crate::pool::pinned;
@@ -80,20 +81,37 @@ impl Drop for Fixture {
     }
 }
 
-/// The driver refuses the second tensor. What the framework queues next still comes after the step of the first.
+/// The driver refuses the second launch. What the framework queues next still comes after the step of the first.
 #[test]
 fn a_step_that_fails_in_the_middle_is_over_before_what_the_framework_queues_next() {
     for squares in [false, true] {
         let fixture = Fixture::new(30, 3);
-        // With sums, each tensor has two launches.
-        let second = if squares { 2 } else { 1 };
-        fakecuda::with(30, |gpu| gpu.faults.push(("cuLaunchKernel", second, 1)));
-        fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), squares).unwrap_err();
+        let mut jobs = fixture.jobs();
+        // Each type has its own launch.
+        let states = jobs[2].tensor.states;
+        let half = |floats: DeviceFloats| DeviceFloats::new(floats.span(), Dtype::Bf16, "array").unwrap();
+        let [param, exp_avg, exp_avg_sq] = [states.param, states.exp_avg, states.exp_avg_sq].map(half);
+        jobs[2].tensor.states = DeviceStates { param, exp_avg, exp_avg_sq };
+        jobs[2].tensor.grad = half(jobs[2].tensor.grad);
+        fakecuda::with(30, |gpu| gpu.faults.push(("cuLaunchKernel", 1, 1)));
+        fixture.steps.adam(&jobs, foreign(&fixture.framework), squares).unwrap_err();
+        fakecuda::with(30, |gpu| assert_eq!(gpu.faults.len(), 0));
         fixture.write();
         fixture.framework.synchronize().unwrap();
         fakecuda::with(30, |gpu| assert_eq!(gpu.races(), [""; 0]));
-        fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), squares).unwrap();
+        fixture.steps.adam(&jobs, foreign(&fixture.framework), squares).unwrap();
     }
+}
+
+/// The driver refuses the upload of the table. The next step does not take it for known.
+#[test]
+fn a_table_whose_upload_failed_is_uploaded_again() {
+    let fixture = Fixture::new(57, 2);
+    fakecuda::with(57, |gpu| gpu.faults.push(("cuMemcpyHtoDAsync_v2", 0, 1)));
+    fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), false).unwrap_err();
+    fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), false).unwrap();
+    fixture.framework.synchronize().unwrap();
+    fakecuda::with(57, |gpu| assert_eq!((gpu.races(), &gpu.failures[..]), (&[][..], &[][..])));
 }
 
 #[test]

@@ -301,7 +301,7 @@ impl Memory {
         }
         let states = at.states(self.shape.sizes[subgroup])?;
         let tensor = DeviceTensor { states, shadow: None, grad, param_copy: self.subgroups[subgroup].copy };
-        self.kernels.adam(stream, &arrays::rule_of(rules, subgroup)?, &tensor, None).map(drop)
+        self.kernels.adam(stream, &arrays::rule_of(rules, subgroup)?, &tensor)
     }
 
     /// Copies a part of a resident's state to host memory. After the last part the resident's memory is kept in

@@ -75,9 +75,11 @@ struct Instruction {
 
 #[derive(Debug, Clone)]
 enum Operation {
+    /// Parameters are addressed by their offset.
     LoadParameter {
-        to: Register,
-        offset: usize,
+        to: Vec<Register>,
+        base: Register,
+        offset: i64,
         bytes: usize,
     },
     Load {

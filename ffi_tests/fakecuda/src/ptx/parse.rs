@@ -146,7 +146,7 @@ impl Parser {
         Ok(())
     }
 
-    /// Returns a register; a constant receives a register of its own.
+    /// Returns a register; a constant receives a register of its own, and so does the address of a parameter.
     fn register(&mut self, text: &str) -> Outcome<Register> {
         if let Some(register) = self.registers.get(text) {
             return Ok(*register);
@@ -154,7 +154,10 @@ impl Parser {
         if text.starts_with('%') {
             return Err(format!("no register {text}"));
         }
-        let value = constant(text)? & (u64::MAX >> (64 - self.bits));
+        let value = match self.offsets.get(text) {
+            Some(offset) => *offset as u64,
+            None => constant(text)? & (u64::MAX >> (64 - self.bits)),
+        };
         let register = self.declare(&format!("{text} of {} bits", self.bits));
         self.values[usize::from(register)] = value;
         Ok(register)
@@ -259,7 +262,7 @@ impl Parser {
         let words: Vec<&str> = name.split('.').collect();
         let (lanes, kind) = match words[..] {
             [_, "global" | "param", kind] => (1, kind),
-            [_, "global", "v2", kind] => (2, kind),
+            [_, "global" | "param", "v2", kind] => (2, kind),
             [_, "global", "v4", kind] => (4, kind),
             _ => return Err("unknown access".to_string()),
         };
@@ -277,13 +280,12 @@ impl Parser {
             Some((base, offset)) => (base, offset.parse::<i64>().map_err(|error| error.to_string())?),
             None => (inner, 0),
         };
-        if words[1] == "param" {
-            let start = *self.offsets.get(base).ok_or("no such parameter")?;
-            return Ok(Operation::LoadParameter { to: registers[0], offset: start + offset as usize, bytes });
-        }
+        self.bits = 64;
         let base = self.register(base)?;
-        Ok(match words[0] {
-            "ld" => Operation::Load { to: registers, base, offset, bytes },
+        Ok(match (words[0], words[1]) {
+            ("ld", "param") => Operation::LoadParameter { to: registers, base, offset, bytes },
+            ("ld", _) => Operation::Load { to: registers, base, offset, bytes },
+            (_, "param") => return Err("a store to a parameter".to_string()),
             _ => Operation::Store { from: registers, base, offset, bytes },
         })
     }

@@ -17,17 +17,20 @@ enum Stop {
 struct Thread {
     registers: Vec<u64>,
     at: usize,
+    /// Instructions so far.
+    ran: u64,
 }
 
 impl Kernel {
-    /// Runs a whole launch.
+    /// Runs a whole launch, and returns the number of instructions of all threads together.
     pub fn run(
         &self,
         blocks: u32,
         threads: u32,
         parameters: &[u8],
         memory: &mut dyn Memory,
-    ) -> Result<(), String> {
+    ) -> Result<u64, String> {
+        let mut ran = 0;
         for block in 0..blocks {
             for warp in (0..threads as usize).step_by(WARP) {
                 let lanes = warp..(warp + WARP).min(threads as usize);
@@ -35,13 +38,14 @@ impl Kernel {
                     let mut registers = self.registers.clone();
                     let special = [thread as u64, threads.into(), block.into(), blocks.into()];
                     registers[..special.len()].copy_from_slice(&special);
-                    Thread { registers, at: 0 }
+                    Thread { registers, at: 0, ran: 0 }
                 };
-                self.run_warp(lanes.map(thread).collect(), parameters, memory)
+                ran += self
+                    .run_warp(lanes.map(thread).collect(), parameters, memory)
                     .map_err(|words| format!("{}: {words}", self.name))?;
             }
         }
-        Ok(())
+        Ok(ran)
     }
 
     fn run_warp(
@@ -49,7 +53,7 @@ impl Kernel {
         mut threads: Vec<Thread>,
         parameters: &[u8],
         memory: &mut dyn Memory,
-    ) -> Result<(), String> {
+    ) -> Result<u64, String> {
         loop {
             let mut stops = Vec::with_capacity(threads.len());
             for thread in &mut threads {
@@ -58,7 +62,9 @@ impl Kernel {
             if stops.iter().any(|stop| *stop != stops[0]) {
                 return Err("threads of a warp wait at different instructions".to_string());
             }
-            let Stop::Meet(place) = stops[0] else { return Ok(()) };
+            let Stop::Meet(place) = stops[0] else {
+                return Ok(threads.iter().map(|thread| thread.ran).sum());
+            };
             if let Operation::ShuffleDown { to, from, by } = self.code[place].operation {
                 let values: Vec<u64> = threads.iter().map(|thread| thread.get(from)).collect();
                 for (lane, thread) in threads.iter_mut().enumerate() {
@@ -80,6 +86,7 @@ impl Kernel {
             let Instruction { guard, operation } =
                 self.code.get(place).ok_or("execution ran past the last instruction")?;
             thread.at += 1;
+            thread.ran += 1;
             if guard.is_some_and(|(register, wanted)| (thread.get(register) != 0) != wanted) {
                 continue;
             }
@@ -90,10 +97,13 @@ impl Kernel {
                 }
                 Operation::Branch(target) => thread.at = *target,
                 Operation::ShuffleDown { .. } | Operation::WarpBarrier => return Ok(Stop::Meet(place)),
-                Operation::LoadParameter { to, offset, bytes } => {
-                    let value =
-                        parameters.get(*offset..offset + bytes).ok_or("access outside of the parameters")?;
-                    thread.set(*to, word(value));
+                Operation::LoadParameter { to, base, offset, bytes } => {
+                    let start = thread.get(*base).wrapping_add_signed(*offset) as usize;
+                    let read = start.checked_add(to.len() * bytes).and_then(|end| parameters.get(start..end));
+                    let read = read.ok_or("access outside of the parameters")?;
+                    for (register, value) in to.iter().zip(read.chunks(*bytes)) {
+                        thread.set(*register, word(value));
+                    }
                 }
                 Operation::Load { to, base, offset, bytes } => {
                     let address = aligned(thread.get(*base).wrapping_add_signed(*offset), to.len() * bytes)?;

@@ -153,3 +153,23 @@ def test_a_step_without_gradients_says_nothing_of_weights_that_were_written_befo
     optimizer.step()
     assert torch.equal(model(torch.zeros(1, 3)), model.bias.detach()[None])
     assert bool((model.weight == 2).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_becomes_its_own_transpose_is_seen(way):
+    """Neither address nor version nor sum of a square parameter changes."""
+
+    def trained(make):
+        param = torch.nn.Parameter(torch.arange(9.0).view(3, 3) / 9)
+        optimizer = make([param])
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                param.data = param.data.t()
+            (param * torch.arange(9.0).view(3, 3)).sum().backward()
+            optimizer.step()
+        return param.detach()
+
+    seen = trained(lambda params: spillway.torch.offload(params, torch.optim.AdamW, lr=1e-2, weight_decay=0.0, **WAYS[way]))
+    wanted = trained(lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0))
+    torch.testing.assert_close(seen, wanted, rtol=2e-6, atol=1e-6)

@@ -101,7 +101,7 @@ impl Tensor {
             state_dtype: F32,
             grad_dtype: if self.half { BF16 } else { F32 },
             copy_dtype: BF16,
-            reserved: 0,
+            take_copy: 0,
             n: self.param.len() as u64,
             param: self.param.as_mut_ptr().cast(),
             grad,

@@ -19,7 +19,8 @@ from typing import Any
 from . import _native
 
 _version, _dtype = attrgetter("_version"), attrgetter("dtype")
-_data_ptr, _numel, _is_inference = methodcaller("data_ptr"), methodcaller("numel"), methodcaller("is_inference")
+_data_ptr, _numel, _stride = methodcaller("data_ptr"), methodcaller("numel"), methodcaller("stride")
+_is_inference = methodcaller("is_inference")
 #: Lists of one length: of each tensor one fact.
 Facts = tuple[list[Any], ...]
 
@@ -32,7 +33,14 @@ def facts(tensor: Any) -> tuple[Any, ...]:
 def facts_of(tensors: Sequence[Any]) -> Facts:
     """The facts of many tensors: a list for each fact. An object for each tensor would cost more in Python's garbage collector."""
     versions = [*map(version if any(map(_is_inference, tensors)) else _version, tensors)]
-    return [*map(id, tensors)], versions, [*map(_data_ptr, tensors)], [*map(_dtype, tensors)], [*map(_numel, tensors)]
+    return (
+        [*map(id, tensors)],
+        versions,
+        [*map(_data_ptr, tensors)],
+        [*map(_dtype, tensors)],
+        [*map(_numel, tensors)],
+        [*map(_stride, tensors)],
+    )
 
 
 def differing(now: Facts, before: Facts) -> list[int]:

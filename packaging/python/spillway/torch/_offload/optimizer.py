@@ -2,7 +2,7 @@
 
 Order of a step, with overlap:
 
-1. A hook copies each gradient to the host as backward completes it. A bucket whose gradients are there is stepped at once, speculatively.
+1. Hooks copy the gradients of a bucket to the host as backward completes its last one. The bucket is stepped at once, speculatively.
 2. step() checks that nothing has changed since: options, gradients, weights. Otherwise it rolls back what was stepped, and steps all now.
 3. The norm of all gradients is known when the last bucket is measured. It confirms the steps, or rolls them back and repeats them clipped.
 4. Each bucket's new weights return to the parameters as it becomes final.

@@ -234,3 +234,35 @@ def test_several_processes_need_torch_distributed(tmp_path):
     with pytest.raises(spillway.InvalidArgumentError, match="world is 2, and torch.distributed is not initialized; call"):
         own.AdamW(parameters(), tier=own.TierOptions([tmp_path], world=2))
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["resume", "begin_from"])
+@pytest.mark.parametrize("wrapped", ["", "_orig_mod.", "module."])
+def test_parameters_of_one_shape_in_another_order_are_refused_by_their_names(tmp_path, kind, wrapped):
+    """Without names nothing tells them apart. A wrapper changes the names, and not the order."""
+
+    def made(names, path, prefix="", **options):
+        params = {name: torch.nn.Parameter(torch.full((5,), float(number))) for number, name in enumerate(names)}
+        named = [(prefix + name, param) for name, param in params.items()]
+        tier = own.TierOptions([path], job="order", pin_memory=False, **options)
+        return params, own.AdamW(named, lr=1e-2, tier=tier)
+
+    def options():
+        return {"begin_from": tmp_path / "one" / "order"} if kind == "begin_from" else {}
+
+    path = tmp_path / ("one" if kind == "resume" else "two")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    params, optimizer = made(["first", "second"], tmp_path / "one")
+    if "param_names" not in optimizer.param_groups[0]:
+        pytest.skip("this version of torch keeps no names of parameters")
+    for param in params.values():
+        param.grad = torch.ones(5)
+    optimizer.step()
+    optimizer.commit()
+    optimizer.close()
+    with pytest.raises(spillway.InvalidArgumentError, match=r"second\) stands where .* has 'first'; pass the parameters in the order"):
+        made(["second", "first"], path, wrapped, **options())
+    again, resumed = made(["first", "second"], path, wrapped, **options())
+    assert all(torch.equal(again[name], params[name]) for name in params)
+    resumed.close()

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 _USUAL, _LEAST = 4 << 20, 4 << 10
 #: The author of the commits.
 _BY = "torch"
+#: What wrappers put into the names of parameters.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 class TierOptions(NamedTuple):
@@ -168,6 +171,8 @@ class TierStates:
         self._state_bytes = state_bytes(bf16_moments=self.moment_dtype is torch.bfloat16)
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
+        #: The names that the program has given; None for a parameter without one.
+        self._given = [given for group in groups for given in (group.get("param_names") or [None] * len(group["params"]))]
         self.stated = [param.requires_grad for param in self.params]
         place = options.place()
         place.together(self._check_served)
@@ -235,11 +240,13 @@ class TierStates:
         if committed is not None:
             facts = committed.facts
             _check_parameters(facts, self.params, self.names)
+            _check_order(facts, self._given, self.names, "the tier")
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         elif self._begun_from is not None:
             facts = self._begun_from.records[0].facts
             _check_whole(facts, self.params, self.names, self._begun_from.where)
+            _check_order(facts, self._given, self.names, self._begun_from.where)
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         counts = self._counts()
@@ -309,6 +316,7 @@ class TierStates:
     def check_record(self, record: Record) -> None:
         """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
         _check_parameters(record.facts, self.params, self.names)
+        _check_order(record.facts, self._given, self.names, "the snapshot")
         stored, moments = record.facts["moments"], str(self.moment_dtype).removeprefix("torch.")
         if stored != moments:
             raise InvalidArgumentError(
@@ -418,6 +426,7 @@ class TierStates:
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
             "parameters": [*map(described, self.params)],
+            "names": self._given,
             "boxes": [*map(box_of, self.params)],
             "steps": steps,
             "count": self.count,
@@ -494,6 +503,19 @@ def _check_each(
                 f"{names[number]} requires a gradient, and {what} was committed without states for it, because it required "
                 "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict"
             )
+
+
+def _check_order(committed: dict[str, Any], given: list[str | None], names: list[str], where: str) -> None:
+    """Raises InvalidArgumentError if the parameters have the names of those of a commit in another order. Other names say nothing: wrappers
+    change them."""
+    own, stored = ([_WRAPPERS.sub("", name or "") for name in those] for those in (given, committed.get("names", [])))
+    if own == stored or "" in own or sorted(own) != sorted(stored):
+        return
+    at = next(place for place, (one, other) in enumerate(zip(own, stored)) if one != other)
+    raise InvalidArgumentError(
+        f"{names[at]} stands where {where} has {stored[at]!r}; pass the parameters in the order of the run that committed, or load a state "
+        "dict of it"
+    )
 
 
 def _part_elements(options: TierOptions, memory_budget: int | None, total: int, state_bytes: int) -> int:

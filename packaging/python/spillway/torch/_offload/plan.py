@@ -24,7 +24,6 @@ from ..._written import Comparison, sums
 from ...errors import OutOfOrderError, OwnSuppressed
 from ...optim import Adam
 from ...speculate import Speculation
-from .._copies import wait
 from .._table import check_adam
 from .._tensors import local
 from .bucket import Bucket
@@ -192,8 +191,6 @@ class Plan:
             InvalidArgumentError: An option is out of range."""
         for lane, given in zip(self.lanes, options):
             check_adam(given, lane.group)
-        while self._publishing:
-            wait(self._publishing.pop())
         self._options, self.limit, self.is_open, self.started = [*map(bytes, options)], max_norm, True, None
         self._numbers = numbers
         for lane, given in zip(self.lanes, options):
@@ -223,8 +220,10 @@ class Plan:
         bucket.submitted = True
         if bucket.stays:
             return
-        fences = [fence for link in bucket.links() if (fence := link.fence()) is not None]
-        self._starting.call(fences, self._send, bucket)
+        # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
+        fences = [*self._publishing, *(link.fence() for link in bucket.links())]
+        self._starting.call([fence for fence in fences if fence is not None], self._send, bucket)
+        self._publishing.clear()
 
     def _send(self, bucket: Bucket) -> None:
         self.started = self.started or time.perf_counter()

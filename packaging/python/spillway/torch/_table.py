@@ -337,8 +337,10 @@ class Slice:
         #: The versions of low bits, which a step does not change.
         self.low_versions = list(map(version_of_low, self.inner)) if self.has_low_bits else []
         self._master_of = itemgetter(master) if master and not self.has_low_bits else None
-        #: The versions of f32 masters, which a step does not change, and whether a row takes no values of its parameter.
-        self._master_versions, self._ignores = self._versions_of_masters(), False
+        #: The versions of f32 masters at the last step, which does not change them, and at the last refresh; whether a row takes no values
+        #: of its parameter.
+        self._master_versions = self._versions_of_masters()
+        self._masters_now, self._ignores = self._master_versions, False
         states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
         of_rows = list(chain.from_iterable(zip(*states_of)))
         # An address alone does not tell a state from another one that lies there now.
@@ -352,7 +354,7 @@ class Slice:
         """Remembers these versions and the present sums of the parameters."""
         self.sums, self.versions = None, versions
         if not late:
-            self.sums, self._master_versions = self._words.take(), self._versions_of_masters()
+            self.sums, self._master_versions = self._words.take(), self._masters_now
 
     def note_steps(self) -> None:
         """Remembers where the step counts lie."""
@@ -384,7 +386,8 @@ class Slice:
             return False
         if self.has_low_bits and (self.sums is None or list(map(_version, params)) != self.versions or self._words.take() != self.sums):
             return False
-        if self._ignores or self._versions_of_masters() != self._master_versions:
+        self._masters_now = self._versions_of_masters()
+        if self._ignores or self._masters_now != self._master_versions:
             self._choose_masters(params, entries)
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False
@@ -417,7 +420,7 @@ class Slice:
         """Lets an f32 master that the program has written to count, if the program has not written to its parameter too."""
         written = [
             now != before and version == known
-            for now, before, version, known in zip(self._versions_of_masters(), self._master_versions, map(_version, params), self.versions)
+            for now, before, version, known in zip(self._masters_now, self._master_versions, map(_version, params), self.versions)
         ]
         for row, is_written in zip(self.rows, written):
             entries[row].take_copy = not is_written

@@ -264,8 +264,8 @@ class Plan:
     def written(self) -> Slot | None:
         """A parameter to which the program wrote since its gradient was copied; None if there is none."""
         for bucket in self.buckets:
-            if places := bucket.written():
-                return bucket.slots[places[0]]
+            if written := bucket.written():
+                return bucket.slots[written[0]]
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         places = _changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)

@@ -12,7 +12,7 @@ koffi.struct("spw_adam_options", {
 });
 koffi.struct("spw_tensor", {
   struct_size: "uint32_t", param_dtype: "uint32_t", state_dtype: "uint32_t", grad_dtype: "uint32_t",
-  copy_dtype: "uint32_t", reserved: "uint32_t", n: "uint64_t",
+  copy_dtype: "uint32_t", take_copy: "uint32_t", n: "uint64_t",
   param: "void *", grad: "void *", exp_avg: "void *", exp_avg_sq: "void *", param_copy: "void *", options: "void *",
   shadow_param: "void *", shadow_exp_avg: "void *", shadow_exp_avg_sq: "void *", param_low: "void *",
 });

@@ -10,7 +10,7 @@ typedef struct {
     uint64_t rounding_seed, rounding_first;
 } spw_adam_options;
 typedef struct {
-    uint32_t struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved;
+    uint32_t struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, take_copy;
     uint64_t n;
     void *param;
     const void *grad;

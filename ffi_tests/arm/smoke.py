@@ -37,7 +37,7 @@ class Tensor(ctypes.Structure):
         ("state_dtype", ctypes.c_uint32),
         ("grad_dtype", ctypes.c_uint32),
         ("copy_dtype", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("take_copy", ctypes.c_uint32),
         ("n", ctypes.c_uint64),
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),

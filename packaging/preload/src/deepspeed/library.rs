@@ -31,7 +31,7 @@ pub struct Tensor {
     pub state_dtype: u32,
     pub grad_dtype: u32,
     pub copy_dtype: u32,
-    pub reserved: u32,
+    pub take_copy: u32,
     pub n: u64,
     pub param: *mut c_void,
     pub grad: *const c_void,
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_structs_lie_as_in_the_headers() {
-        let tensor = fields!(Tensor: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param, grad,
+        let tensor = fields!(Tensor: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, take_copy, n, param, grad,
             exp_avg, exp_avg_sq, param_copy, options);
         let call = fields!(AdamCall: struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale);
         let undo = fields!(UndoOptions: struct_size, mode, elements, tensors);

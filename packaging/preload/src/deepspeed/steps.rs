@@ -220,7 +220,7 @@ fn record(param: AtTensor, grad: AtTensor, state: AtTensor, name: &str) -> Resul
         state_dtype: state.dtype as u32,
         grad_dtype: grad.dtype as u32,
         copy_dtype: 0,
-        reserved: 0,
+        take_copy: 0,
         n: param.elements,
         param: param.data,
         grad: grad.data,

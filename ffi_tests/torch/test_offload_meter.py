@@ -8,7 +8,7 @@ import torch
 from offload_runs import backward
 
 import spillway.torch
-from spillway.torch._copies import HostLink
+from spillway.torch._copies import DeviceLink, HostLink
 
 
 class Meter(HostLink):
@@ -81,3 +81,35 @@ def test_each_bucket_has_its_copies_and_the_program_waits_for_none(monkeypatch):
         ("copy to the device", "step"): 5,
         ("wait", "beside"): 10,
     }
+
+
+class Stream:
+    """Stands in for a stream of a device: knows the streams that it waits for."""
+
+    def __init__(self, device=None):
+        self.waits_for = []
+
+    def wait_stream(self, other):
+        self.waits_for.append(other)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_a_copy_of_a_bucket_waits_for_each_stream_that_computed_a_gradient(monkeypatch):
+    """Backward runs an operation on the stream of its forward, and a hook has that stream."""
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    link, streams = DeviceLink(torch.device("cuda", 0)), [Stream() for _ in range(3)]
+    current = iter([streams[0], streams[1], streams[0], streams[2], streams[0]])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: next(current))
+    host, tensor = torch.zeros(2), torch.ones(2)
+    for _ in range(3):
+        link.follow()
+    link.out_all([host], [tensor])
+    assert set(link._stream.waits_for) == set(streams) and len(link._stream.waits_for) == 3 and torch.equal(host, tensor)
+    link.out(host, tensor)
+    assert link._stream.waits_for[3:] == [streams[0]]

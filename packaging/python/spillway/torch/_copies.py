@@ -27,6 +27,9 @@ class HostLink:
         with lasting():
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
+    def follow(self) -> None:
+        """Later copies to the host come after the caller's present work on the device, on whichever streams the caller has them started."""
+
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts the copy of a tensor to the host."""
         host.copy_(tensor)
@@ -66,6 +69,12 @@ class DeviceLink(HostLink):
     def __init__(self, device: torch.device):
         self._stream = torch.Stream(device=device)
         self._device = device
+        #: Streams of the caller that later copies to the host follow.
+        self._followed: set[Any] = set()
+
+    def follow(self) -> None:
+        """Later copies to the host come after the caller's present work on the device, on whichever streams the caller has them started."""
+        self._followed.add(torch.accelerator.current_stream(self._device))
 
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts the copy of a tensor to the host, after the caller's work on the device."""
@@ -73,7 +82,9 @@ class DeviceLink(HostLink):
 
     def out_all(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """As `out` for each pair."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self.follow()
+        while self._followed:
+            self._stream.wait_stream(self._followed.pop())
         with self._stream:
             _copy_all(hosts, tensors)
             for tensor in tensors:

@@ -294,6 +294,8 @@ class Offloaded(torch.optim.Optimizer):
         # Not if this is another backward, while the first one's gradients are in use.
         if bucket is None or not bucket.arrives(slot):
             return self._interrupt()
+        # A backward may compute the gradients of one bucket on several streams.
+        slot.link.follow()
         if not bucket.is_complete():
             return
         if not bucket.is_as_stepped(self._states):

@@ -65,8 +65,8 @@ class Model(torch.nn.Module):
 
 
 class Masters:
-    """torch's AdamW over float32 masters of 16-bit parameters. A master takes what the program has written: the elements that it does not
-    round to, or with `whole` all elements of the parameter."""
+    """torch's AdamW over float32 masters of bf16 parameters. A master takes what the program has written: the elements that it does not
+    round to, or with `whole` all elements of the parameter. A master in the middle of two numbers rounds to either."""
 
     def __init__(self, params, whole):
         self.params, self.whole = list(params), whole
@@ -79,7 +79,8 @@ class Masters:
         now, master = self.params[number].detach(), self.masters[number]
         if self.whole:
             return master if torch.equal(now, self.published[number]) else now.float()
-        return torch.where(master.to(now.dtype) == now, master, now.float())
+        apart = master.view(torch.int32) - (now.view(torch.int16).to(torch.int32) << 16)
+        return torch.where((apart.abs() <= 0x8000) | (master == now), master, now.float())
 
     def step(self):
         for number, (param, master) in enumerate(zip(self.params, self.masters)):

@@ -325,8 +325,12 @@ class Memory(Home):
         """The table of the present tensors."""
         table = self._table
         # Another default device must not apply to the table.
+        with torch._C.DisableTorchFunction():
+            # The usual step makes no tensor that has to last.
+            if table is not None and not torch.is_inference_mode_enabled() and _serves(table, groups, states):
+                return table
         with torch._C.DisableTorchFunction(), lasting():
-            if table is None or not table.refresh(groups, states) or (table.rest and _can_be_served(table.rest, groups)):
+            if table is None or not _serves(table, groups, states):
                 self._forget_low_bits(states)
                 table = self._table = None
                 table = self._built(groups, states)
@@ -501,6 +505,11 @@ def _marks(params: Iterable[torch.Tensor]) -> list[_Mark]:
     """Version and sum of each parameter."""
     own = [*map(local, params)]
     return [*zip(map(version, own), sums(own))]
+
+
+def _serves(table: Table, groups: list[dict[str, Any]], states: Any) -> bool:
+    """True if a table is that of the present tensors."""
+    return table.refresh(groups, states) and not (table.rest and _can_be_served(table.rest, groups))
 
 
 def _can_be_served(rest: list[tuple[int, int]], groups: list[dict[str, Any]]) -> bool:

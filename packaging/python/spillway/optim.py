@@ -353,7 +353,8 @@ class Prepared:
     optimizer: Fixed[_Optimizer] = Fixed("The optimizer of prepare().")
 
     def __init__(self, optimizer: _Optimizer, tensors: Tensors, shadow: Tensors | None = None, uint16_dtype: str | None = None):
-        self.optimizer = optimizer
+        # A step of a few elements takes no longer than a read of the fixed attribute.
+        self.optimizer = self._optimizer = optimizer
         self._table, self._held = tensor_table(optimizer, tensors, uint16_dtype, shadow)
         self._address, self._count = ctypes.addressof(self._table), len(self._table)
 
@@ -375,7 +376,7 @@ class Prepared:
 
         Returns:
             StepStats with `return_stats`, else None."""
-        return self.optimizer._run(self._address, self._count, grad_scale, return_stats, None, number)
+        return self._optimizer._run(self._address, self._count, grad_scale, return_stats, None, number)
 
     def record(self, mode: str = "delta") -> Recording:
         """Returns a Recording of these tensors, whose steps can be rolled back.

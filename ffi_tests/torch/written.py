@@ -79,7 +79,8 @@ class Masters:
         now, master = self.params[number].detach(), self.masters[number]
         if self.whole:
             return master if torch.equal(now, self.published[number]) else now.float()
-        apart = master.view(torch.int32) - (now.view(torch.int16).to(torch.int32) << 16)
+        # The bits of a number and of its negative are 2^31 apart, which int32 does not hold.
+        apart = master.view(torch.int32).long() - (now.view(torch.int16).long() << 16)
         return torch.where((apart.abs() <= 0x8000) | (master == now), master, now.float())
 
     def step(self):

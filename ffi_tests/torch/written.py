@@ -79,9 +79,7 @@ class Masters:
         now, master = self.params[number].detach(), self.masters[number]
         if self.whole:
             return master if torch.equal(now, self.published[number]) else now.float()
-        # The bits of a number and of its negative are 2^31 apart, which int32 does not hold.
-        apart = master.view(torch.int32).long() - (now.view(torch.int16).long() << 16)
-        return torch.where((apart.abs() <= 0x8000) | (master == now), master, now.float())
+        return torch.where((_apart(master, now).abs() <= 0x8000) | (master == now), master, now.float())
 
     def step(self):
         for number, (param, master) in enumerate(zip(self.params, self.masters)):
@@ -115,9 +113,9 @@ class Masters:
         wrong = ((master - near).to(now.dtype) > now) | ((master + near).to(now.dtype) < now)
         assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} elements are not a master of the control, rounded"
         other = param.detach() != now
-        # The nearest one that rounds to it.
-        moved = now.float() + (master - now.float()) * (1 - 2**-12)
-        moved = torch.where(moved.to(now.dtype) == now, moved, now.float())
+        # The nearest one that rounds to it; across zero the number itself.
+        moved = (now.float().view(torch.int32) + _apart(master, now).clamp(-0x7FFF, 0x7FFF).int()).view(torch.float32)
+        moved = torch.where(master.signbit() == now.signbit(), moved, now.float())
         with torch.no_grad():
             self.masters[number].copy_(torch.where(other, moved, self.masters[number]))
             self.published[number] = torch.where(other, now, self.published[number])
@@ -125,6 +123,11 @@ class Masters:
 
     def _number(self, param):
         return next((number for number, other in enumerate(self.params) if other is param), None)
+
+
+def _apart(master, param):
+    """How far the bits of float32 numbers are above those of bf16 numbers. Numbers of two signs are up to 2^31 apart."""
+    return master.view(torch.int32).long() - (param.view(torch.int16).long() << 16)
 
 
 class Home:

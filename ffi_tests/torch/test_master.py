@@ -206,3 +206,21 @@ def test_a_read_while_averaged_weights_are_in_the_parameters_changes_no_master(k
         for param, values in zip(params, kept):
             param.copy_(values)
     assert all(torch.equal(optimizer.master(param), master) for param, master in zip(params, before))
+
+
+@pytest.mark.parametrize("kind", ["f32", "tier", "offload"])
+def test_a_written_neighbour_of_a_master_in_the_middle_keeps_the_master(kind):
+    middle = torch.tensor([0x3FDA8000, 0x3FDB8000], dtype=torch.int32).view(torch.float32)
+    param = torch.nn.Parameter(middle.to(BF16))
+    options = {"lr": 1e-3, "weight_decay": 0.0}
+    optimizer = own.offload([param], **options) if kind == "offload" else own.AdamW([param], **options, **KINDS[kind])
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["master_param"] = middle.clone()
+    optimizer.load_state_dict(saved)
+    for words in ([0x3FDA, 0x3FDB], [0x3FDB, 0x3FDC]):
+        param.data.view(torch.int16).copy_(torch.tensor(words))
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], middle)

@@ -79,7 +79,7 @@ class Masters:
         now, master = self.params[number].detach(), self.masters[number]
         if self.whole:
             return master if torch.equal(now, self.published[number]) else now.float()
-        return torch.where((_apart(master, now).abs() <= 0x8000) | (master == now), master, now.float())
+        return _taken(master, now)
 
     def step(self):
         for number, (param, master) in enumerate(zip(self.params, self.masters)):
@@ -128,6 +128,11 @@ class Masters:
 def _apart(master, param):
     """How far the bits of float32 numbers are above those of bf16 numbers. Numbers of two signs are up to 2^31 apart."""
     return master.view(torch.int32).long() - (param.view(torch.int16).long() << 16)
+
+
+def _taken(master, param):
+    """A master that has taken the values of its parameter to which it cannot have been rounded."""
+    return torch.where((_apart(master, param).abs() <= 0x8000) | (master == param), master, param.float())
 
 
 class Home:
@@ -469,7 +474,7 @@ def _master(optimizer, param, state):
         return optimizer.master(param)
     master = (state or {}).get("master_param")
     # The next step has it follow what the program has written.
-    return None if master is None else torch.where(master.to(param.dtype) == param.detach(), master, param.detach().float())
+    return None if master is None else _taken(master, param.detach())
 
 
 # Random programs.

@@ -18,7 +18,7 @@ import torch
 from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sums
 from ...optim import tensor_table
 from .._copies import HostLink, wait
-from .._states import MASTER
+from .._states import MASTER, with_values
 from .._tensors import DTensor, local
 from .slot import Slot, plain
 
@@ -136,8 +136,8 @@ class Bucket:
         """Gives the master the weights that it does not round to, until `restore`."""
         if (master := slot.parts.get(MASTER)) is None:
             return
-        followed = torch.where(master.to(weights.dtype) == weights, master, weights.float())
-        if not torch.equal(followed, master):
+        followed = with_values(master, weights)
+        if followed is not master:
             # A new master has no values yet.
             if not bool(master.isnan().all()):
                 self._masters.append((master, master.clone()))

@@ -14,9 +14,9 @@ import logging
 import os
 import pathlib
 import sys
-import threading
 import time
 
+import late_stream
 import train
 
 
@@ -37,9 +37,9 @@ def main():
     batches, losses, norms, moments, waits = train.Batches(options), [], [], [], 0
     for step in range(1, options.steps + 1):
         loss = engine(batches.next())
-        before = Stream.waits
+        before = late_stream.Stream.waits
         engine.backward(loss * factor(options, step))
-        waits += Stream.waits - before
+        waits += late_stream.Stream.waits - before
         norms.append(
             [group.grad.norm().item() for group in reversed(engine.optimizer.fp32_partitioned_groups_flat)] if options.norms else []
         )
@@ -114,34 +114,18 @@ def of_spillway(options):
 
 
 def allow_the_cpu():
-    from deepspeed.accelerator import get_accelerator
-
     try:
         from deepspeed.runtime.superoffload import superoffload_stage3
     except ImportError:
         return
     superoffload_stage3._validate_superoffload_accelerator = lambda: None
-    type(get_accelerator()).current_stream = lambda self, device_index=None: Stream()
-
-
-class Stream:
-    """A stream, and an event of it. Its copies are done a millisecond after they were started."""
-
-    #: Waits of the main thread.
-    waits = 0
-
-    def record_event(self):
-        return Stream()
-
-    def synchronize(self):
-        Stream.waits += threading.current_thread() is threading.main_thread()
-        time.sleep(0.001)
+    late_stream.install()
 
 
 def published(optimizer):
     """The dtypes of the weights that Spillway's steps write for the model."""
     window = vars(optimizer).get("_spillway_window")
-    return [] if window is None else sorted({str(weights.dtype) for weights in window._weights.values()})
+    return [] if window is None else sorted({str(weights.dtype) for weights in window._weights._memory.values()})
 
 
 def tail(optimizer):

@@ -112,6 +112,18 @@ def test_a_step_during_backward_has_these_bits_too(train, in_host, paths, name):
     assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
 
 
+@pytest.mark.parametrize("name", ["bf16", "unclipped", "three groups"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_on_a_device_get_two_bytes_each_and_backward_waits_for_no_copy(train, in_host, paths, name, overlap):
+    block = json.dumps({"overlap": overlap, "cache_bytes": 600000, **({"part_elements": 5000} if name in PARTED else {})})
+    early = [] if name == "three groups" else ["--reduce_bucket", "12000"]
+    on_tier = train("--paths", *paths, "--device", "--block", block, *early, *RUNS[name])
+    assert same(on_tier, in_host(*RUNS[name]))
+    (tier,) = on_tier["active"]["tier"]
+    assert (tier["submitted_early"] > 0) == overlap
+    assert on_tier["waits"] == {"backward": 0, "step": 1} and on_tier["copied"] == ["torch.bfloat16"]
+
+
 @pytest.mark.parametrize(
     "more",
     [{"part_elements": 5000}, {"overlap": True, "cache_bytes": 300000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],

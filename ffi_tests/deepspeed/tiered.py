@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 
+import late_stream
 import train
 
 
@@ -27,6 +28,8 @@ def main():
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if options.die:
         die_in_commit(*options.die)
+    if options.device:
+        be_a_device()
     torch.manual_seed(options.seed)
     model = train.Gpt(options.dim, options.layers, options.context)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters_of(model, options), config=config(options))
@@ -34,12 +37,14 @@ def main():
         assert engine.load_checkpoint(options.load)[0], f"{options.load} has no checkpoint"
         torch.manual_seed(options.seed + engine.global_steps)
     began_at = engine.global_steps
-    losses, rate = run(engine, options, torch)
+    losses, rate, waits = run(engine, options, torch)
     report = {
         "steps": engine.global_steps,
         "began_at": began_at,
         "skipped": engine.skipped_steps,
         "losses": losses,
+        "waits": waits,
+        "copied": copied(engine),
         "steps_per_second": rate,
         "sha256": train.weights_hash(engine.module),
         "published": published(engine),
@@ -72,6 +77,14 @@ def die_in_commit(rank, step, marker):
     spillway.Swap._commit = commit
 
 
+def be_a_device():
+    """Has Spillway take the model's weights for those of a device, with a stream of its own."""
+    from spillway.deepspeed import _tier
+
+    late_stream.install()
+    _tier.TierSwapper.weight = lambda self, index: None
+
+
 def set_again(engine, torch):
     """Writes states to the tier between two steps without changing them, as a rank may do that waits
     for no other rank."""
@@ -90,7 +103,7 @@ def round_moments(engine, torch):
 
 
 def run(engine, options, torch):
-    batches, losses, moments = train.Batches(options), [], []
+    batches, losses, moments, waits = train.Batches(options), [], [], {"backward": 0, "step": 0}
     for _ in range(engine.global_steps * options.accumulate):
         batches.next()
     while engine.global_steps < options.steps:
@@ -98,8 +111,12 @@ def run(engine, options, torch):
             torch.manual_seed(options.seed + engine.global_steps)
         for _ in range(options.accumulate):
             loss = engine(batches.next()) * (0.9 + 0.2 * torch.rand(()))
+            begun = late_stream.Stream.waits
             engine.backward(loss)
+            waits["backward"] += late_stream.Stream.waits - begun
+            begun = late_stream.Stream.waits
             engine.step()
+            waits["step"] = max(waits["step"], late_stream.Stream.waits - begun)
         if options.round_moments and not options.paths:
             round_moments(engine, torch)
         if options.die:
@@ -110,7 +127,7 @@ def run(engine, options, torch):
             print(f"step {engine.global_steps}", flush=True)
         if options.save and engine.global_steps == options.save_at:
             engine.save_checkpoint(options.save)
-    return losses, train.rate(moments)
+    return losses, train.rate(moments), waits
 
 
 def parameters_of(model, options):
@@ -132,6 +149,12 @@ def published(engine):
         if flat is not None:
             digest.update(flat.float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def copied(engine):
+    """The dtypes of weights that steps write to host memory beside the model's."""
+    swapper = engine.optimizer.optimizer_swapper
+    return sorted({str(memory.dtype) for memory in swapper.host_weights._memory.values()}) if hasattr(swapper, "host_weights") else []
 
 
 def config(options):
@@ -206,7 +229,7 @@ def arguments():
     parser.add_argument("--die", nargs=3, metavar=("RANK", "STEP", "MARKER"), help="see die_in_commit")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.5)
-    for name in ("pipeline", "groups", "progress", "seed-each-step", "round-moments"):
+    for name in ("device", "pipeline", "groups", "progress", "seed-each-step", "round-moments"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "json"):
         parser.add_argument(f"--{name}")

@@ -250,14 +250,6 @@ def _float(value):
     return ctypes.c_float(float(value)).value
 
 
-def copies():
-    """The event of the copies that were started before on the current stream of the GPU; none if they are done."""
-    from deepspeed.accelerator import get_accelerator
-
-    stream = get_accelerator().current_stream()
-    return [] if stream is None else [stream.record_event()]
-
-
 def _add(total, stats):
     for name, value in stats.items():
         total[name] = total.get(name, 0) + value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
+import weakref
 from typing import Any, Protocol
 
 from .. import _abi
@@ -84,6 +85,52 @@ def with_data(stage3, params):
     return {
         stage3.get_param_id(param) for param in params if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel
     }
+
+
+class HostWeights:
+    """Host memory for the 16-bit weights that steps write: those of a model that must not have them yet, or that is on a device."""
+
+    def __init__(self, stage3):
+        self._stage3 = weakref.proxy(stage3)
+        self._memory: dict[int, Any] = {}
+
+    def of(self, sub_group):
+        """Memory for the weights of a sub-group in 16 bits; None if the model has them in float32, or not in memory."""
+        import torch
+
+        flat = self._stage3.fp16_partitioned_groups_flat[sub_group]
+        if flat is None or flat.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        if sub_group not in self._memory:
+            self._memory[sub_group] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=not flat.is_cpu)
+        return self._memory[sub_group]
+
+    def publish(self, sub_group):
+        """Begins the copy of a sub-group's weights to the model. False without such memory. The copy has half of the bytes of DeepSpeed's,
+        which converts masters."""
+        if sub_group not in self._memory:
+            return False
+        self._stage3.fp16_partitioned_groups_flat[sub_group].data.copy_(self._memory[sub_group], non_blocking=True)
+        self._stage3._unflatten_partitioned_parameters(sub_group)
+        return True
+
+    def forget(self, sub_group):
+        """Frees the memory of a sub-group."""
+        self._memory.pop(sub_group, None)
+
+
+def copies():
+    """The event of the copies that were started before on the current stream of the GPU; none if they are done."""
+    from deepspeed.accelerator import get_accelerator
+
+    stream = get_accelerator().current_stream()
+    return [] if stream is None else [stream.record_event()]
+
+
+def wait_for_copies():
+    """Waits for these copies. The gathers of DeepSpeed are on a stream that does not wait for this one."""
+    for event in copies():
+        event.synchronize()
 
 
 def optimizer_lacks(stage3):

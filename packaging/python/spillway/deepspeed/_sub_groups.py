@@ -83,8 +83,8 @@ class Parts:
             update.submit(place, *_cut(tensors, start, end))
 
     def ds_step(self, swap, optimizer_id, calls, tensors, stepped=None):
-        """Runs one step, with a call and a row of Swap.table() per sub-group. Calls `stepped(index, param)` with the
-        new master weights of each sub-group for which `stepped.wants(index)` is true."""
+        """Runs one step, with a call and a row of Swap.table() per sub-group. Calls `stepped(index, param)` for each sub-group for which
+        `stepped.wants(index)` is true, with its new master weights, or None unless `stepped.wants_masters(index)`."""
         table = swap.table([_cut(tensors[index], start, end) for index, start, end in self._parts])
         swap.ds_step(optimizer_id, self.rows(calls), table, stepped and self._gathered(stepped))
 
@@ -97,16 +97,17 @@ class Parts:
             index, start, end = self._parts[place]
             if not stepped.wants(index):
                 return
-            if len(self._of[index]) == 1:
+            masters = stepped.wants_masters(index)
+            if masters and len(self._of[index]) == 1:
                 stepped(index, floats_at(address, end - start))
                 return
-            if index not in whole:
-                whole[index] = floats(self._elements[index])
-            param = whole[index]
-            param[start:end] = floats_at(address, end - start)
+            if masters:
+                if index not in whole:
+                    whole[index] = floats(self._elements[index])
+                whole[index][start:end] = floats_at(address, end - start)
             missing[index] = missing.get(index, len(self._of[index])) - 1
             if missing[index] == 0:
-                stepped(index, whole.pop(index))
+                stepped(index, whole.pop(index, None))
 
         return part_stepped
 

@@ -88,8 +88,7 @@ class _Window:
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
             start += elements
-        # The weights in 16 bits that a step writes.
-        self._weights = {}
+        self._weights = _stage3.HostWeights(stage3)
         self.end()
 
     def end(self):
@@ -127,7 +126,7 @@ class _Window:
         complete = [group for group in complete if group not in self.tail.members]
         if self._waits or not complete:
             return
-        events = _rounds.copies()
+        events = _stage3.copies()
         if not self._rounds.is_open:
             scale, limit = float(stage3.loss_scale), float(stage3.clip_grad or 0.0)
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), scale, limit, self.tail.members)
@@ -209,9 +208,7 @@ class _Window:
                         self._rounds.wait(sub_group)
                         self._publish(stage3, sub_group)
                 self._rounds.finish()
-                # DeepSpeed gathers on a stream that does not wait for this one.
-                for event in _rounds.copies():
-                    event.synchronize()
+                _stage3.wait_for_copies()
             except SpillwayError:
                 self._due = None
                 self._rounds.abort()
@@ -241,7 +238,7 @@ class _Window:
         for sub_group in self._sub_groups:
             self.tail.place(stage3, sub_group)
         for sub_group in self.tail.members:
-            self._weights.pop(sub_group, None)
+            self._weights.forget(sub_group)
 
     @contextlib.contextmanager
     def without_gather(self, stage3):
@@ -265,11 +262,8 @@ class _Window:
                     stage3.persistent_parameters[0].all_gather(stage3.persistent_parameters)
 
     def _publish(self, stage3, sub_group):
-        if sub_group not in self._weights:
-            return stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
-        # Half of the bytes of DeepSpeed's copy, which converts the masters.
-        stage3.fp16_partitioned_groups_flat[sub_group].data.copy_(self._weights[sub_group], non_blocking=True)
-        stage3._unflatten_partitioned_parameters(sub_group)
+        if not self._weights.publish(sub_group):
+            stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
 
     def rebound(self, stage3):
         """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
@@ -282,21 +276,8 @@ class _Window:
     def _submit(self, stage3, sub_group, grad, events=()):
         self.tail.place(stage3, sub_group)
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
-        self._rounds.submit(
-            sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights_of(stage3, sub_group), events
-        )
+        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights.of(sub_group), events)
         self._versions[sub_group] = _versions_of(stage3, sub_group)
-
-    def _weights_of(self, stage3, sub_group):
-        """Memory for the weights of a sub-group in 16 bits; None if the model has them in float32, or not in memory."""
-        import torch
-
-        flat = stage3.fp16_partitioned_groups_flat[sub_group]
-        if flat is None or flat.dtype not in (torch.bfloat16, torch.float16):
-            return None
-        if sub_group not in self._weights:
-            self._weights[sub_group] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=not flat.is_cpu)
-        return self._weights[sub_group]
 
     def _calls(self, stage3):
         return {sub_group: _call_of(stage3, sub_group) for sub_group in self._sub_groups}

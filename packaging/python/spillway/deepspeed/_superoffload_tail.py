@@ -114,8 +114,7 @@ class Tail:
     def start_clock(self, overlaps: bool, started: float | None) -> None:
         """The program waits for a step from now on. `overlaps`: all steps on the host have begun in backward, the first at `started`."""
         if self._search is not None and not self._search.done:
-            for event in _rounds.copies():
-                event.synchronize()
+            _stage3.wait_for_copies()
             self._timed = Timed(overlaps, started)
 
     def pause_clock(self) -> None:

@@ -60,6 +60,8 @@ class TierSwapper:
         self._setting = ()
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
+        #: The weights that a step cannot write to the model.
+        self.host_weights = _stage3.HostWeights(stage3)
         #: The snapshots of checkpoints; None: checkpoints have the states themselves. And that of the checkpoint that is loaded.
         self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second) if settings.snapshot_checkpoints else None
         self.found = None
@@ -82,6 +84,8 @@ class TierSwapper:
         """Closes the update and the tier; removes scratch directories."""
         _swappers.discard(self)
         try:
+            if self.overlap is not None:
+                self.overlap.close()
             if self.snapshots is not None:
                 self.snapshots.wait()
         finally:
@@ -141,8 +145,9 @@ class TierSwapper:
 
     def _step_at_once(self, gradients, factor):
         stage3, everything = self._stage3, range(len(self.elements))
-        weights = [self.weight(index) for index in everything]
-        shown = _Shown(self, {index for index, weight in enumerate(weights) if weight is None})
+        direct = [self.weight(index) for index in everything]
+        weights = [self.host_weights.of(index) if weight is None else weight for index, weight in enumerate(direct)]
+        shown = _Shown(self, {index: weights[index] is None for index in everything if direct[index] is None})
         self.parts.ds_step(
             self.tiered.swap,
             stage3.optimizer.opt_id,
@@ -150,6 +155,8 @@ class TierSwapper:
             [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
             shown if shown.apart else None,
         )
+        if shown.apart:
+            _stage3.wait_for_copies()
 
     def publish(self, sub_group):
         """No-op: the step did it."""
@@ -428,7 +435,7 @@ class TierSwapper:
 
 
 class _Shown:
-    """Publishes the weights of sub-groups that the step cannot write directly."""
+    """Publishes the weights of sub-groups that the step cannot write directly; `apart`: their numbers, and whether it needs masters."""
 
     def __init__(self, swapper, apart):
         self.apart, self._swapper = apart, swapper
@@ -436,8 +443,12 @@ class _Shown:
     def wants(self, index):
         return index in self.apart
 
+    def wants_masters(self, index):
+        return self.apart[index]
+
     def __call__(self, index, param):
-        self._swapper.show(index, param)
+        if not self._swapper.host_weights.publish(index):
+            self._swapper.show(index, param)
 
 
 def served():

@@ -4,6 +4,9 @@ A sub-group whose gradients are complete is submitted to the update, as a step t
 module. When DeepSpeed knows the norm, the rest is submitted, and the steps become final, or are repeated with the factor that clips. If
 gradients or options have changed since, they are taken back and submitted again. So the bits are those of the step that waits.
 
+On a GPU a thread waits for the gradients of a sub-group, and not the trainer's. From the first submit of a step to `AfterEvents.wait` or
+`forget`, that thread alone uses the update.
+
 Before the step, each access to the states takes the steps back."""
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import ctypes
 import weakref
 
+from .._after_events import AfterEvents
 from .._written import Comparison, sums
 from . import _stage3
-from ._rounds import copies
 from ._sub_groups import floats
 
 # After this number of steps in a row that were submitted in vain, sub-groups wait for the step, until one is not clipped.
@@ -26,14 +29,17 @@ class Overlap:
     def __init__(self, swapper, stage3):
         self._swapper, self._stage3 = weakref.proxy(swapper), stage3
         self._needed = [_stage3.with_data(stage3, group) for group in stage3.fp16_groups]
-        self._weights, self._missed = {}, 0
+        #: Memory for the weights of a model that has none in 16 bits.
+        self._masters, self._missed = {}, 0
+        self._starting = AfterEvents("spillway-tier")
         _stage3.warn_of_one_bucket(stage3, "overlap")
         #: Sub-groups that were submitted during backward, and kept.
         self.submitted_early = 0
         self._end()
 
     def _end(self):
-        # Complete gradients by sub-group; the sums of those that were submitted; the calls of the update.
+        # Complete gradients by sub-group, and the calls of the update.
+        # The sums of the gradients that are submitted, None until their copies have ended.
         self._arrived, self._sums, self._calls, self._waits = {}, {}, [], False
 
     # During backward.
@@ -52,18 +58,23 @@ class Overlap:
             touched.add(index)
         if self._waits or _stage3.grad_scaler(self._stage3) is not None:
             return
-        self._swapper.tiered.early()
+        if not self._sums:
+            self._swapper.tiered.early()
         complete = [index for index in sorted(touched) if self._needed[index] and self._needed[index] <= self._arrived[index]]
         if not complete or self._missed >= _MISSED_IN_A_ROW:
             return
-        for event in copies():
-            event.synchronize()
+        events = _stage3.copies()
         for index in complete:
             gradient = self._swapper.gradients.untouched(index)
             if gradient is not None:
-                self._use(self._calls_of(self._unclipped()))
-                self._sums[index] = sums([gradient])
-                self._submit(index, gradient)
+                if not self._sums:
+                    self._use(self._calls_of(self._unclipped()))
+                self._sums[index] = None
+                self._starting.call(events, self._submit_early, index, gradient)
+
+    def _submit_early(self, index, gradient):
+        self._sums[index] = sums([gradient])
+        self._submit(index, gradient)
 
     def _group_of(self, param):
         index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
@@ -89,17 +100,20 @@ class Overlap:
         self._swapper.parts.submit(self._update, index, gradient, self._weights_of(index), self._swapper.belonging(index))
 
     def _weights_of(self, index):
-        if index not in self._weights:
-            import torch
-
-            flat = self._swapper.weight(index)
-            self._weights[index] = floats(self._swapper.elements[index]) if flat is None else torch.empty_like(flat)
-        return self._weights[index]
+        weights = self._swapper.host_weights.of(index)
+        if weights is None and index not in self._masters:
+            self._masters[index] = floats(self._swapper.elements[index])
+        return self._masters[index] if weights is None else weights
 
     # The step.
 
     def step(self, gradients, factor):
         """Runs one step, with these gradients of all sub-groups; `factor` multiplies them. The model then has the new weights."""
+        try:
+            self._starting.wait()
+        except BaseException:
+            self.abandon()
+            raise
         calls = self._calls_of(factor)
         stands = (
             self._sums
@@ -130,6 +144,7 @@ class Overlap:
             if not missing[index]:
                 self._show(index)
         update.finish()
+        _stage3.wait_for_copies()
         self._end()
 
     def _untouched(self, index):
@@ -138,18 +153,20 @@ class Overlap:
 
     def _show(self, index):
         """Gives the model the weights of a sub-group."""
-        flat = self._swapper.weight(index)
-        if flat is None:
-            self._swapper.show(index, self._weights_of(index))
-        else:
-            flat.data.copy_(self._weights_of(index))
+        if not self._swapper.host_weights.publish(index):
+            self._swapper.show(index, self._masters[index])
 
     def abandon(self):
         """Takes back what was submitted; the states are those before the step. What is left of it waits for the step."""
+        self._starting.forget()
         self._swapper.tiered.take_back()
         if self._sums:
             self._waits, self._missed = True, self._missed + 1
         self._sums, self._calls = {}, []
+
+    def close(self):
+        """Ends the thread. The states are not used any more."""
+        self._starting.close()
 
     def skip(self):
         """The step does not happen."""

@@ -220,11 +220,26 @@ class Later(HostLink):
 
     is_apart = True
 
-    def __init__(self):
+    def __init__(self, room=False):
         self._stream, self._last = concurrent.futures.ThreadPoolExecutor(1), None
+        self.room, self.placed = room, 0
 
-    def _start(self, to, value):
-        frozen, memory = value.clone(), to.detach().data
+    def has_room(self, size):
+        return self.room
+
+    def bring_second(self, copies, hosts):
+        for copy_of, host in zip(copies, hosts, strict=True):
+            self._start(copy_of, host, at_once=False)
+        return self.fence()
+
+    def place_all(self, tensors, copies, fence):
+        self.placed += 1
+        fence.synchronize()
+        self.back_all(tensors, copies)
+
+    def _start(self, to, value, at_once=True):
+        # What the program writes to host memory meanwhile is copied too; work on a device comes in its order.
+        frozen, memory = value.clone() if at_once else value, to.detach().data
         torch.autograd.graph.increment_version(to)
 
         def run():
@@ -245,7 +260,7 @@ class Later(HostLink):
             self.back(tensor, host)
 
     def bring(self, tensor, host):
-        self._start(tensor, host)
+        self._start(tensor, host, at_once=False)
 
     def back(self, tensor, host):
         self._start(tensor, host)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from interrupts import Interrupt, OwnInterrupt, Ticking, interrupted
-from offload_runs import backward, offload, trained, values
+from offload_runs import Later, backward, offload, trained, values
 
 import spillway
 import spillway.torch
@@ -79,10 +79,10 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
     optimizer.step()
     publish, published = bucket_module.Bucket.publish, []
 
-    def interrupted(self):
+    def interrupted(self, stands):
         if len(published) == 1:
             raise KeyboardInterrupt
-        published.append(publish(self))
+        published.append(publish(self, stands))
 
     backward(params)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,8 +109,8 @@ def test_no_backward_completes_a_step_that_an_exception_interrupted(times):
         optimizer = offload(model, lr=0.1, max_norm=1.0, bucket_bytes=1)
         calls, publish = iter(range(times)), bucket_module.Bucket.publish
 
-        def raises(bucket):
-            places = publish(bucket)
+        def raises(bucket, stands):
+            places = publish(bucket, stands)
             if next(calls, None) is not None:
                 raise KeyboardInterrupt
             return places
@@ -171,10 +171,14 @@ def test_an_optimizer_that_is_dropped_leaves_no_hook_and_no_memory():
     model(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("tail", [0, 4, 12])
+@pytest.mark.parametrize(("tail", "apart"), [(0, False), (4, False), (12, False), (0, True)])
 @pytest.mark.parametrize("verdict", ["step", "forward"])
-def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail):
-    """A handler raises at a random moment of backward or step. Afterwards weights and states are those of the counted number of steps."""
+def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail, apart, monkeypatch):
+    """A handler raises at a random moment of backward or step. Afterwards weights and states are those of the counted number of steps.
+    `apart`: the parameters are on a stand-in for a device, with second copies of weights."""
+    if apart:
+        link = Later(room=True)
+        monkeypatch.setattr(slot_module, "link_to", lambda param: link)
 
     def gradients(model, step):
         torch.manual_seed(step)
@@ -183,7 +187,8 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail):
     def make():
         torch.manual_seed(7)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
-        return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1, verdict=verdict, tail=tail)
+        max_norm = 100.0 if apart else 0.05
+        return model, offload(model, lr=1e-2, max_norm=max_norm, bucket_bytes=1, verdict=verdict, tail=tail)
 
     steps = 15
     model, optimizer = make()
@@ -222,7 +227,7 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail):
             assert len(counts) == 1 and counts <= {done, done + 1}, counts
             done = counts.pop()
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after[done])), done
-    assert ticking.count > 1
+    assert ticking.count > 1 and (not apart or link.placed)
 
 
 def test_parameters_without_elements_and_a_closed_optimizer():

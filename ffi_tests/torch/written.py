@@ -153,7 +153,7 @@ class Home:
     def place(self):
         with contextlib.ExitStack() as stack:
             if self.apart:
-                link = Later()
+                link = Later(room=True)
                 for module in ("_copies", "_offload.slot"):
                     stack.enter_context(mock.patch(f"spillway.torch.{module}.link_to", lambda param: link))
             yield

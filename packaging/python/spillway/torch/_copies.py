@@ -13,7 +13,7 @@ import torch
 
 from .._written import Comparison, facts, sums
 from ._layout import views
-from ._tensors import lasting, local
+from ._tensors import lasting, local, unused_bytes
 
 
 class HostLink:
@@ -50,6 +50,22 @@ class HostLink:
         """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
         tensor.copy_(host)
 
+    def has_room(self, size: int) -> bool:
+        """True if the device has room for second copies of so many bytes."""
+        return False
+
+    def second(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Memory on the device for second copies of tensors; None if there is too little."""
+        return [torch.empty_like(tensor) for tensor in tensors]
+
+    def bring_second(self, copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Any:
+        """Starts the copies of host memory to second copies, beside all other copies. Returns their fence."""
+        _copy_all(copies, hosts)
+
+    def place_all(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], fence: Any) -> None:
+        """Gives tensors the values of their second copies, which arrive with a fence. Later work of the caller on the device sees them."""
+        _copy_all(tensors, copies)
+
     def release(self) -> None:
         """Later work of the caller on the device may overwrite what is copied to the host."""
 
@@ -69,6 +85,8 @@ class DeviceLink(HostLink):
     def __init__(self, device: torch.device):
         self._stream = torch.Stream(device=device)
         self._device = device
+        #: That of second copies. They wait for no copy to the host, and so for no backward; and the end of their last use.
+        self._early, self._placed = torch.Stream(device=device), None
         #: Streams of the caller that later copies to the host follow.
         self._followed: set[Any] = set()
 
@@ -102,6 +120,37 @@ class DeviceLink(HostLink):
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor, after the caller's work on the device."""
         self._bring_all([tensor], [host])
+
+    def has_room(self, size: int) -> bool:
+        """True if a quarter of what the program has never used holds so many bytes: its next batch may be larger."""
+        return 4 * size <= unused_bytes(self._device)
+
+    def second(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Memory on the device for second copies of tensors; None if there is too little."""
+        try:
+            made = [torch.empty_like(tensor) for tensor in tensors]
+        except torch.OutOfMemoryError:
+            return None
+        for tensor in made:
+            tensor.record_stream(self._early)
+        # The memory may have been that of a tensor with which the device is not done.
+        self._early.wait_stream(torch.accelerator.current_stream(self._device))
+        return made
+
+    def bring_second(self, copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Any:
+        """Starts the copies of host memory to second copies, after their last use."""
+        if self._placed is not None:
+            self._early.wait_event(self._placed)
+        with self._early:
+            _copy_all(copies, hosts)
+        return self._early.record_event()
+
+    def place_all(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], fence: Any) -> None:
+        """Gives tensors the values of their second copies, on the caller's stream."""
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(fence)
+        _copy_all(tensors, copies)
+        self._placed = stream.record_event()
 
     def _bring_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sums
+from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
 from .._states import MASTER, with_values
 from .._tensors import DTensor, local
+from .second import Second
 from .slot import Slot, plain
 
 _data_ptr = torch.Tensor.data_ptr
@@ -58,6 +60,8 @@ class Bucket:
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: For these uses of the slots the arrays of the C table and the tensors of the states.
         self._lists: tuple[list[int], list[tuple[Any, ...]], list[torch.Tensor]] | None = None
+        #: The weights of a step that has no verdict, on their device.
+        self.second = Second(slots)
         #: The addresses of the arrays, the C table, and what keeps its memory.
         self._table: tuple[list[int], Any, list[Any]] | None = None
 
@@ -203,6 +207,12 @@ class Bucket:
             self._table = addresses, table, held
         return self._table[1:]
 
+    def is_stepped(self) -> bool:
+        """True if the bucket is stepped, on the host, and has no verdict. The error of a step is told by `wait`."""
+        with OwnSuppressed():
+            return bool(self.lane.speculation.bucket_state(self.number) == "speculative")
+        return False
+
     def wait(self) -> None:
         """Waits until the new weights are final."""
         if self.stays:
@@ -227,9 +237,15 @@ class Bucket:
             for slot, own in zip(self.slots, owns):
                 slot.then = facts(own)
 
-    def publish(self) -> list[int]:
+    def make_second(self) -> bool:
+        """Makes memory for second copies; False if a device has too little."""
+        owns = self._owns()
+        return self.second.make([own.detach() for own in owns], self._by_link(range(len(owns))))
+
+    def publish(self, stands: bool) -> list[int]:
         """Gives the parameters their new weights, except those to which the program has written since the verdict, after a signal that
-        interrupted the step; returns the places of the others. Versions are those of before until `published`."""
+        interrupted the step; returns the places of the others. Versions are those of before until `published`. `stands`: the verdict has
+        kept what was stepped before it."""
         owns = self._owns()
         now = facts_of(owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
@@ -242,8 +258,11 @@ class Bucket:
                     to.copy_(weights)
             return places
         memory, to = self._memory_of(owns, now)
-        for link, own in self._by_link(places):
-            link.back_all([to[place] for place in own], [self.slots[place].weights for place in own])
+        if not stands:
+            self.second.forget()
+        if not self.second.give(to, places):
+            for link, own in self._by_link(places):
+                link.back_all([to[place] for place in own], [self.slots[place].weights for place in own])
         self._weight_sums = memory.take()
         return places
 
@@ -264,6 +283,7 @@ class Bucket:
         """The copies of the gradients are not used any more."""
         self._seen, self._held, self._masters = None, [], []
         self._arrived.clear()
+        self.second.forget()
         if self.stays:
             for slot in self.slots:
                 slot.forget()

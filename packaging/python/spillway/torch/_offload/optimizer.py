@@ -308,7 +308,7 @@ class Offloaded(torch.optim.Optimizer):
                     return self._interrupt()
                 numbers = self._numbers(plan.slots)
                 plan.begin(numbers, self._all_options(plan, numbers, self._scale), self._limit)
-            plan.submit(bucket)
+            plan.submit(bucket, early=True)
 
     def _interrupt(self) -> None:
         """Rolls back what was stepped since the last step; the next step does not overlap."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from operator import add
@@ -103,7 +104,7 @@ class Engine:
 
     def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket]):
         self.lanes, self.buckets = lanes, buckets
-        # The weights of a slot are read once they are final, so that a step may write them at once: a commit then has nothing to do.
+        # A step may write the weights of a slot at once, which parameters get once they are final: a commit then has nothing to do.
         # Without buckets it has an empty one, so that a round has a begin and an end.
         self.speculation = Speculation(max(len(buckets), 1), publish="staged")
         # Messages name what the program has made.
@@ -172,8 +173,12 @@ class Plan:
         self._options: list[bytes] = []
         # Submits the buckets whose copies are under way.
         self._starting = AfterEvents("spillway-offload")
+        # Buckets whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
+        self._stepping: list[Bucket] = []
+        self._has_room: bool | None = None
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
+        self._exposed = 0.0
         self.decision: Decision | None = None
 
     def bucket_of(self, slot: Slot) -> Bucket | None:
@@ -213,8 +218,9 @@ class Plan:
         found = (bucket.edited() for bucket in self.buckets if bucket.submitted)
         return next((slot for slot in found if slot is not None), None)
 
-    def submit(self, bucket: Bucket) -> None:
-        """Has a bucket stepped once its gradients are on the host, unless it was submitted."""
+    def submit(self, bucket: Bucket, early: bool = False) -> None:
+        """Has a bucket stepped once its gradients are on the host, unless it was submitted. `early`: backward hides the return of its
+        weights."""
         if bucket.submitted:
             return
         bucket.submitted = True
@@ -224,6 +230,24 @@ class Plan:
         fences = [*self._publishing, *(link.fence() for link in bucket.links())]
         self._starting.call([fence for fence in fences if fence is not None], self._send, bucket)
         self._publishing.clear()
+        if early and self._makes_second(bucket):
+            self._stepping.append(bucket)
+            self._bring()
+
+    def _makes_second(self, bucket: Bucket) -> bool:
+        """Makes memory for the second copies of a bucket's weights; False if a device has too little."""
+        if self._has_room is None:
+            sizes: dict[Any, int] = {}
+            for slot in (slot for other in self.buckets if not other.stays for slot in other.slots):
+                sizes[slot.link] = sizes.get(slot.link, 0) + local(slot.param).nbytes
+            self._has_room = all(link.has_room(size) for link, size in sizes.items())
+        self._has_room = self._has_room and bucket.make_second()
+        return self._has_room
+
+    def _bring(self) -> None:
+        """Starts the return of the weights of buckets that are stepped, and have no verdict. Waits for none."""
+        while self._stepping and self._stepping[0].is_stepped():
+            self._stepping.pop(0).second.bring()
 
     def _send(self, bucket: Bucket) -> None:
         self.started = self.started or time.perf_counter()
@@ -232,13 +256,15 @@ class Plan:
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
         gradients of the tail are measured too."""
-        self._starting.wait()
         nonfinite, total = False, 0.0
         squares: dict[Bucket, float] = {}
-        for engine in self.engines:
-            found, of_buckets = engine.measured()
-            nonfinite |= found
-            squares.update(of_buckets)
+        with self._waiting():
+            self._starting.wait()
+            for engine in self.engines:
+                found, of_buckets = engine.measured()
+                nonfinite |= found
+                squares.update(of_buckets)
+        self._bring()
         for lane in self.lanes:
             sums = [squares[bucket] for bucket in lane.buckets if not bucket.stays]
             if tail:
@@ -285,11 +311,13 @@ class Plan:
         """Gives the parameters their weights, bucket by bucket as they become final."""
         # Those of the tail first: a device steps them while the host waits for the others.
         places: dict[Bucket, list[int]] = {}
+        stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)
         for bucket in sorted(self.buckets, key=lambda bucket: not bucket.stays):
-            bucket.wait()
-            places[bucket] = bucket.publish()
+            with self._waiting():
+                bucket.wait()
+            places[bucket] = bucket.publish(stands)
             if not bucket.stays:
-                self._publishing += [link.fence() for link in bucket.links()]
+                self._publishing += bucket.second.fences or [link.fence() for link in bucket.links()]
         # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
         grow_versions(bucket.slots[place] for bucket, own in places.items() for place in own)
         for bucket, own in places.items():
@@ -303,8 +331,9 @@ class Plan:
 
     def finish(self) -> None:
         """Waits until the memory of all buckets belongs to the caller again."""
-        for engine in self.engines:
-            engine.speculation.finish()
+        with self._waiting():
+            for engine in self.engines:
+                engine.speculation.finish()
 
     def abort(self) -> None:
         """Rolls back an open round, and forgets the gradients."""
@@ -322,9 +351,12 @@ class Plan:
     def end(self) -> None:
         """The round is over."""
         self.is_open, self.decision = False, None
+        self._stepping.clear()
         for bucket in self.buckets:
             bucket.submitted = False
             bucket.forget()
+            if self._has_room is False:
+                bucket.second.free()
 
     def is_used(self) -> bool:
         """True if gradients were copied since the last step."""
@@ -332,7 +364,16 @@ class Plan:
 
     def exposed_seconds(self) -> float:
         """Seconds that callers have waited for buckets."""
-        return sum(engine.speculation.stats().exposed_seconds for engine in self.engines)
+        return self._exposed
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The caller waits for buckets."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._exposed += time.perf_counter() - begun
 
     def close(self) -> None:
         """Closes the rounds; an open one is rolled back."""

@@ -224,6 +224,10 @@ class Later(HostLink):
         self._stream, self._last = concurrent.futures.ThreadPoolExecutor(1), None
         self.room, self.placed = room, 0
 
+    def end(self):
+        """Ends the thread, after its copies."""
+        self._stream.shutdown()
+
     def has_room(self, size):
         return self.room
 

@@ -83,7 +83,7 @@ class _Window:
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
         self.tail = Tail(stage3, self._sub_groups, asked)
         self._rounds.tail = self.tail
-        self._needed = {group: _stage3.with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
+        self._arrivals = _stage3.Arrivals(stage3, self._sub_groups)
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
@@ -93,33 +93,27 @@ class _Window:
 
     def end(self):
         """Resets the state after a step."""
-        self._waits, self._arrived, self._versions = self._reason is not None, {}, {}
+        self._waits, self._versions = self._reason is not None, {}
+        self._arrivals.clear()
 
     def interrupt(self):
         """Completes the last step, and aborts the round, because other code may read or change the state; all sub-groups then step in
         step()."""
         with self.lock:
             self.complete()
-            if self._arrived:
+            if self._arrivals:
                 self._rounds.abort()
                 self._waits = True
 
     def changing(self, stage3, params):
         """Called before gradients of these parameters change."""
-        for param in params:
-            sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
-            if self._rounds.has(sub_group):
-                self.interrupt()
-            self._arrived.get(sub_group, set()).discard(stage3.get_param_id(param))
+        if any(self._rounds.has(self._arrivals.sub_group(param)) for param in params):
+            self.interrupt()
+        self._arrivals.remove(params)
 
     def arrived(self, stage3, params):
         """Called when gradients of these parameters are complete; steps the sub-groups that are complete now."""
-        touched = set()
-        for param in params:
-            sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
-            self._arrived.setdefault(sub_group, set()).add(stage3.get_param_id(param))
-            touched.add(sub_group)
-        complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
+        complete = self._arrivals.add(params)
         # Those that a reduction completes together are in the order of the layers.
         for sub_group in reversed(complete):
             self.tail.completed(sub_group)

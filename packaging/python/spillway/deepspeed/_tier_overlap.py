@@ -28,7 +28,7 @@ class Overlap:
 
     def __init__(self, swapper, stage3):
         self._swapper, self._stage3 = weakref.proxy(swapper), stage3
-        self._needed = [_stage3.with_data(stage3, group) for group in stage3.fp16_groups]
+        self._arrivals = _stage3.Arrivals(stage3, range(len(stage3.fp16_groups)))
         #: Memory for the weights of a model that has none in 16 bits.
         self._masters, self._missed = {}, 0
         self._starting = AfterEvents("spillway-tier")
@@ -38,29 +38,24 @@ class Overlap:
         self._end()
 
     def _end(self):
-        # Complete gradients by sub-group, and the calls of the update.
-        # The sums of the gradients that are submitted, None until their copies have ended.
-        self._arrived, self._sums, self._calls, self._waits = {}, {}, [], False
+        # The sums of the gradients that are submitted, None until their copies have ended; the calls of the update.
+        self._sums, self._calls, self._waits = {}, [], False
+        self._arrivals.clear()
 
     # During backward.
 
     def changing(self, params):
         """Called before backward changes gradients of these parameters."""
-        if any(self._group_of(param) in self._sums for param in params):
+        if any(self._arrivals.sub_group(param) in self._sums for param in params):
             self.abandon()
 
     def completed(self, params):
         """Called when gradients of these parameters are complete."""
-        touched = set()
-        for param in params:
-            index = self._group_of(param)
-            self._arrived.setdefault(index, set()).add(self._stage3.get_param_id(param))
-            touched.add(index)
+        complete = self._arrivals.add(params)
         if self._waits or _stage3.grad_scaler(self._stage3) is not None:
             return
         if not self._sums:
             self._swapper.tiered.early()
-        complete = [index for index in sorted(touched) if self._needed[index] and self._needed[index] <= self._arrived[index]]
         if not complete or self._missed >= _MISSED_IN_A_ROW:
             return
         events = _stage3.copies()
@@ -75,10 +70,6 @@ class Overlap:
     def _submit_early(self, index, gradient):
         self._sums[index] = sums([gradient])
         self._submit(index, gradient)
-
-    def _group_of(self, param):
-        index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
-        return index
 
     def _unclipped(self):
         return ctypes.c_float(float(1.0 / self._stage3.loss_scale)).value

@@ -2,8 +2,8 @@
 
     PYTHONPATH=packaging/python python ffi_tests/torch/late_copies.py FIRST COUNT [SECONDS]
 
-The number of a training is the seed of everything in it: the model, what the program writes and replaces between backward and step, the size
-of the buckets, the place of the verdict, the tail, and whether there are second copies of weights."""
+The number of a training is the seed of everything in it: the model, what the program writes and replaces between backward and step, the
+size of the buckets, the place of the verdict, the tail, and whether there are second copies of weights."""
 
 from __future__ import annotations
 

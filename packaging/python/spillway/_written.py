@@ -20,7 +20,6 @@ from . import _native
 
 _version, _dtype = attrgetter("_version"), attrgetter("dtype")
 _data_ptr, _numel, _stride = methodcaller("data_ptr"), methodcaller("numel"), methodcaller("stride")
-_is_inference = methodcaller("is_inference")
 #: Lists of one length: of each tensor one fact.
 Facts = tuple[list[Any], ...]
 
@@ -32,7 +31,10 @@ def facts(tensor: Any) -> tuple[Any, ...]:
 
 def facts_of(tensors: Sequence[Any]) -> Facts:
     """The facts of many tensors: a list for each fact. An object for each tensor would cost more in Python's garbage collector."""
-    versions = [*map(version if any(map(_is_inference, tensors)) else _version, tensors)]
+    try:
+        versions = [*map(_version, tensors)]
+    except RuntimeError:
+        versions = [*map(version, tensors)]
     return (
         [*map(id, tensors)],
         versions,

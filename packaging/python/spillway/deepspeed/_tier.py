@@ -43,6 +43,10 @@ class TierSwapper:
         from deepspeed import comm as dist
 
         self._stage3, self.settings, self._reassign = weakref.proxy(stage3), settings, reassign
+        #: The steps beside backward; None: a step waits for all gradients.
+        self.overlap: Overlap | None = None
+        #: The snapshots of checkpoints; None: checkpoints have the states themselves.
+        self.snapshots: Snapshots | None = None
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
@@ -62,11 +66,12 @@ class TierSwapper:
         self._belonging = {}
         #: The weights that a step cannot write to the model.
         self.host_weights = _stage3.HostWeights(stage3)
-        #: The snapshots of checkpoints; None: checkpoints have the states themselves. And that of the checkpoint that is loaded.
-        self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second) if settings.snapshot_checkpoints else None
+        if settings.snapshot_checkpoints:
+            self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second)
+        #: The snapshot of the checkpoint that is loaded.
         self.found = None
-        #: The steps beside backward; None: a step waits for all gradients.
-        self.overlap = Overlap(self, self._stage3) if settings.overlap else None
+        if settings.overlap:
+            self.overlap = Overlap(self, stage3)
         if self.resumed and settings.split_master:
             self._get_weights()
         _swappers.add(self)

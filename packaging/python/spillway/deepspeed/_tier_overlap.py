@@ -27,7 +27,7 @@ class Overlap:
     """The updates of one TierSwapper."""
 
     def __init__(self, swapper, stage3):
-        self._swapper, self._stage3 = weakref.proxy(swapper), stage3
+        self._swapper, self._stage3 = weakref.proxy(swapper), weakref.proxy(stage3)
         self._arrivals = _stage3.Arrivals(stage3, range(len(stage3.fp16_groups)))
         #: Memory for the weights of a model that has none in 16 bits.
         self._masters, self._missed = {}, 0

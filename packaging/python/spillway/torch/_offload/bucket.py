@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .second import Second
 from .slot import Slot, plain
 
 _data_ptr = torch.Tensor.data_ptr
-_uses, _link, _version = attrgetter("uses"), attrgetter("link"), attrgetter("_version")
+_uses, _link, _version, _grad = attrgetter("uses"), attrgetter("link"), attrgetter("_version"), attrgetter("grad")
 #: Of the facts of tensors those of their memory.
 _MEMORY = slice(2, None)
 
@@ -165,7 +166,7 @@ class Bucket:
 
     def may_be_current(self) -> bool:
         """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
-        if self.stays or self._seen is None or self._seen[0] is None or any(param.grad is None for param in self._params):
+        if self.stays or self._seen is None or self._seen[0] is None or NoneType in map(type, map(_grad, self._params)):
             return False
         return self._seen == (facts_of(self._grads()), facts_of(self._owns()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def grow_versions(slots: Iterable[Slot]) -> None:
     """Shows autograd new values of parameters, and of the parts that a DTensor has here."""
     params = [slot.param for slot in slots]
-    torch.autograd.graph.increment_version([*params, *map(local, params)])
+    owns = [*map(local, params)]
+    torch.autograd.graph.increment_version(params if all(map(is_, owns, params)) else [*params, *owns])
 
 
 class Slot:

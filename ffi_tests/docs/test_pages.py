@@ -33,6 +33,16 @@ def test_the_configuration_page_is_fresh():
     assert configuration.PAGE.read_text() == configuration.page(), "run python docs/tools/configuration.py"
 
 
+def test_the_picture_of_the_readme_is_fresh():
+    import iteration
+
+    assert iteration.PICTURE.read_text() == iteration.picture(), "run python docs/tools/iteration.py"
+
+
+def test_the_readme_has_at_most_700_words():
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
 def test_the_page_of_the_command_line_tool_is_fresh(tool):
     import cli
 
@@ -82,7 +92,7 @@ def test_the_first_page_of_the_site_shows_the_results_and_programs_of_the_readme
     for begin, end in (("<!-- result -->", "<!-- result ends -->"), ("<!-- programs -->", "<!-- programs end -->")):
         assert f":start-after: {begin}\n:end-before: {end}\n" in site and text.count(begin) == text.count(end) == 1
     programs = re.search(r"<!-- programs -->.*<!-- programs end -->", text, re.S)[0]
-    assert re.findall(r"^```(\w+)$", programs, re.M) == ["python", "python", "c"]
+    assert re.findall(r"^```(\w+)$", programs, re.M) == ["python", "json", "c"]
     assert "| " not in site
 
 

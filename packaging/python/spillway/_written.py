@@ -13,13 +13,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, methodcaller, ne
+from operator import attrgetter, ne
 from typing import Any
 
 from . import _native
 
 _version, _dtype = attrgetter("_version"), attrgetter("dtype")
-_data_ptr, _numel, _stride = methodcaller("data_ptr"), methodcaller("numel"), methodcaller("stride")
 #: Lists of one length: of each tensor one fact.
 Facts = tuple[list[Any], ...]
 
@@ -31,6 +30,9 @@ def facts(tensor: Any) -> tuple[Any, ...]:
 
 def facts_of(tensors: Sequence[Any]) -> Facts:
     """The facts of many tensors: a list for each fact. An object for each tensor would cost more in Python's garbage collector."""
+    import torch
+
+    of = torch.Tensor
     try:
         versions = [*map(_version, tensors)]
     except RuntimeError:
@@ -38,10 +40,10 @@ def facts_of(tensors: Sequence[Any]) -> Facts:
     return (
         [*map(id, tensors)],
         versions,
-        [*map(_data_ptr, tensors)],
+        [*map(of.data_ptr, tensors)],
         [*map(_dtype, tensors)],
-        [*map(_numel, tensors)],
-        [*map(_stride, tensors)],
+        [*map(of.numel, tensors)],
+        [*map(of.stride, tensors)],
     )
 
 
@@ -114,8 +116,11 @@ class Comparison:
         now, before: What `sums` has returned."""
 
     def __init__(self, now: Sequence[Any], before: Sequence[Any]):
-        self._differ = {place for place, (one, other) in enumerate(zip(now, before)) if isinstance(one, int) and one != other}
+        self._differ: set[int] = set()
         self._apart: dict[Any, tuple[list[int], list[Any]]] = {}
+        if {*map(type, now)} <= {int} and [*now] == [*before]:
+            return
+        self._differ = {place for place, (one, other) in enumerate(zip(now, before)) if isinstance(one, int) and one != other}
         for place, (one, other) in enumerate(zip(now, before)):
             if not isinstance(one, int):
                 places, found = self._apart.setdefault(one.device, ([], []))

@@ -16,6 +16,7 @@ from .slot import Slot
 
 _grad, _trained, _shape, _device = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("shape"), attrgetter("device")
 _data_ptr = torch.Tensor.data_ptr
+_HOST = torch.device("cpu")
 
 
 class Prepared:
@@ -77,10 +78,11 @@ class Prepared:
 
 def next_steps(steps: Sequence[torch.Tensor]) -> list[int]:
     """The numbers of steps that follow these counts."""
-    if {*map(_shape, steps)} == {()} and len({*map(_device, steps)}) == 1:
-        # One call for all: with thousands of parameters, a call for each takes longer than their step.
-        return [int(step) + 1 for step in torch.stack([*steps]).tolist()]
-    return [int(step) + 1 for step in steps]
+    devices = {*map(_device, steps)}
+    if {*map(_shape, steps)} == {()} and len(devices) == 1 and devices != {_HOST}:
+        # One wait for all.
+        steps = torch.stack([*steps]).cpu()
+    return [int(step) + 1 for step in map(torch.Tensor.item, steps)]
 
 
 def _flags(group: dict[str, Any]) -> tuple[bool, ...]:

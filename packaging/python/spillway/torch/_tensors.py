@@ -5,7 +5,7 @@ that the kernels know. All other parameters go to torch's own step. If neither c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -76,6 +76,11 @@ def is_trained(param: torch.Tensor) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The parts of all; the same sequence if there is no DTensor."""
+    return [*map(local, tensors)] if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}) else tensors
 
 
 def unused_bytes(device: torch.device) -> int:

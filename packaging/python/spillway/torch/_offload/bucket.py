@@ -21,7 +21,7 @@ from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
 from .._states import MASTER, with_values
-from .._tensors import DTensor, local
+from .._tensors import DTensor, local, locals_of
 from .second import Second
 from .slot import Slot, plain
 
@@ -295,7 +295,7 @@ class Bucket:
         return self._params if self._is_plain else [*map(local, self._params)]
 
     def _grads(self) -> list[Any]:
-        return [local(param.grad) for param in self._params]
+        return [*locals_of([*map(_grad, self._params)])]
 
     def _memory_of_slots(self) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
         """The arrays of each row, of a bucket on the host, and the tensors of all states."""

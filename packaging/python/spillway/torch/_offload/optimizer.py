@@ -39,7 +39,7 @@ from .._keywords import check_keywords
 from .._loading import before_loading
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW
-from .._tensors import averages_later, is_partial, is_trained, lasting, local
+from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local
 from .plan import Decision, Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
@@ -508,7 +508,8 @@ class Offloaded(torch.optim.Optimizer):
         if self.process_group is not None:
             return self.process_group
         # Not those of the slots: a program may have replaced parameters by DTensors since the last step, as accelerate does.
-        return _norm.group_of((param for group in self.param_groups for param in group["params"] if is_trained(param)), "offload")
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        return _norm.group_of((param for param in params if isinstance(param, DTensor) and is_trained(param)), "offload")
 
     def _parts(self) -> _norm.Parts | None:
         """Which parts count in this process; None: all do."""

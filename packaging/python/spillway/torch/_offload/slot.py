@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
 from .._states import MASTER, check_not_split, is_count
-from .._tensors import apart, holds_values, is_partial, like, local
+from .._tensors import apart, holds_values, is_partial, like, local, locals_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,8 +26,8 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def grow_versions(slots: Iterable[Slot]) -> None:
     """Shows autograd new values of parameters, and of the parts that a DTensor has here."""
     params = [slot.param for slot in slots]
-    owns = [*map(local, params)]
-    torch.autograd.graph.increment_version(params if all(map(is_, owns, params)) else [*params, *owns])
+    owns = locals_of(params)
+    torch.autograd.graph.increment_version(params if owns is params else [*params, *owns])
 
 
 class Slot:

@@ -36,7 +36,7 @@ pub struct SnapshotOptions {
     /// Limits the speed, such as 200MB; 0 means no limit.
     #[arg(long)]
     bytes_per_second: Option<ByteSize>,
-    /// Writes the parts rank-0, rank-1 and so on of all ranks of the job, as a snapshot of its program has them.
+    /// Writes the parts rank-0, rank-1 and so on of all ranks of the job, in the form of a snapshot by its program.
     #[arg(long, conflicts_with = "rank")]
     all_ranks: bool,
 }

@@ -100,7 +100,7 @@ def _linear(model, backend):
 
 
 def _averaged(model, backend):
-    """The forward of a process of several, which is alone here."""
+    """The forward of DistributedDataParallel, in a group of one process."""
     distributed = torch.distributed
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

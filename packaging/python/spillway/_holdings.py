@@ -153,7 +153,7 @@ def move(own: Holding, parts: Sequence[Part], rank: int, write: Callable[[int, S
 
 
 def _by_subgroup(own: Holding) -> Callable[[int], Iterator[tuple[Any, Span]]]:
-    """Returns the tensors and spans of a subgroup, which is asked for in order."""
+    """Returns a function that yields the tensors of a subgroup with their spans."""
     keys: dict[int, list[Any]] = {}
     for key, held in own.held.items():
         for subgroup, _, _ in held.pieces:
@@ -172,7 +172,7 @@ class _Finder:
 
     def __init__(self, own: Holding, parts: Sequence[Part], rank: int):
         self._own, self._parts = own, parts
-        # Own first: ranks that could read the same part read different ones.
+        # The part with the number of this rank comes first: so ranks that could read the same part read different ones.
         self._order = [(rank + number) % len(parts) for number in range(len(parts))]
         self._key: Any = None
         self._spans: dict[int, tuple[list[int], list[Span]]] = {}

@@ -3,7 +3,7 @@
 Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
-- A step that failed in one process is an error of all, and no commit has states of different steps.
+- If a step fails in one process, all raise an error, and no commit has states of different steps.
 - After a commit that succeeded in some processes only, none of them continues: their states are of different steps.
 - No tier of a chain begins a commit of the next round before all of them have ended theirs, in all processes.
 - A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
@@ -91,7 +91,7 @@ class Place(NamedTuple):
         call: str = "",
         cure: str = "",
     ) -> tuple[Any, list[Any]]:
-        """As together(), and what every process tells of its result by `told`. See _ranks.exchanged."""
+        """As together(); also returns told(result) of every process. See _ranks.exchanged."""
         return _ranks.exchanged(self.world, work, told, undo, self.group, call=call, cure=cure)
 
 
@@ -443,7 +443,7 @@ class Tiered:
 
         Without `wait` a thread of the library makes them durable beside the next steps. Each process has its own commit, which is returned.
         The states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for.
+        call waits: such a commit moves data off a path that failed. It also waits after a commit of the chain that was waited for.
 
         Args:
             prepare: Makes the states ready, and returns what is committed. An error in one process is an error in all, and nothing was
@@ -684,7 +684,7 @@ class Tiered:
             )
 
     def _check_apart(self) -> None:
-        """Raises TierError if the processes are apart. Comes before a report to the others, of which one may have ended."""
+        """Raises TierError if the processes are apart. Called before a report to the others, because one of them may have ended."""
         if self.apart:
             raise TierError(
                 f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "

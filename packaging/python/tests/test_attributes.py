@@ -82,7 +82,7 @@ def test_a_misspelled_option_is_an_error(kind):
 
 
 def objects():
-    """Of each public class that holds something an object, with the public attributes that have an effect when they are set."""
+    """An object of each public class that holds something, with the public attributes that have an effect when they are set."""
     adam = spillway.Adam(lr=0.25)
     prepared = adam.prepare(tensors())
     tier = spillway.Tier([None], job="attributes")

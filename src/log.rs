@@ -50,7 +50,7 @@ impl Level {
 /// A program's function for messages.
 pub type Called = Box<dyn Fn(Level, &str) + Send + Sync>;
 
-/// What a program does with messages.
+/// The destination of messages.
 pub enum Sink {
     /// They wait for [`next`].
     Kept,

@@ -146,7 +146,7 @@ fn one_snapshot(options: &SnapshotOptions, tier: Tier, to: &Path) -> Result<u64>
     close(tier).map(|()| step)
 }
 
-/// A file of [`export`] of all ranks, as index.json has it.
+/// The entry of index.json for the file of one rank.
 #[derive(serde::Serialize)]
 struct Exported {
     rank: u32,
@@ -155,7 +155,7 @@ struct Exported {
     bytes: u64,
 }
 
-/// What index.json of an export of all ranks says.
+/// The contents of index.json of an export of all ranks.
 #[derive(serde::Serialize)]
 struct Index {
     format: &'static str,

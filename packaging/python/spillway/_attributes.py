@@ -1,4 +1,4 @@
-"""What a program sees of an object: attributes that the constructor sets, and the repr.
+"""The public side of an object: attributes that the constructor sets, and the repr.
 
 A public attribute can be set if that has an effect; any other one is `Fixed`, or a property without a setter.
 

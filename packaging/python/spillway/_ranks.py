@@ -23,7 +23,7 @@ _MOST_NAMED = 4
 
 
 class Report(NamedTuple):
-    """What a rank tells the others: the call that it is in, its error there, and what the others use of its result."""
+    """The report of a rank to the others: the call that it is in, its error there, and the part of its result that the others use."""
 
     call: str
     trouble: str | None
@@ -187,7 +187,7 @@ def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:
 
 
 def _described(everyone: list[list[tier.Steps]]) -> str:
-    """What each rank has."""
+    """The commits of each rank, in words."""
 
     def of_tier(steps: tier.Steps) -> str:
         if steps.last is None:

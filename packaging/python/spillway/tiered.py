@@ -106,7 +106,7 @@ class Record(NamedTuple):
         by: The part of Spillway that has committed.
         facts: Its facts, as _values has them: what identifies the parameters, the layout, the counts.
         payload: Bytes of the program.
-        identity: What tells commits of one step apart. The commits of a round have the same one, in all processes.
+        identity: Distinguishes commits of one step. The commits of a round have the same identity, in all processes.
         rank, world: The process that has committed, and the number of processes."""
 
     by: str
@@ -139,7 +139,7 @@ class Record(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a process is about to commit: the number of the commit, the number of steps of the states, and what is stored beside them.
+    """The next commit of a process: its number, the number of steps of the states, and the values that are stored beside the states.
 
     Attributes:
         step, steps: Both are the same in all processes.
@@ -192,7 +192,7 @@ class Handles:
 
 
 def new_opening() -> str:
-    """What tells the commits of this run from those of others."""
+    """A random word that distinguishes the commits of this run from those of others."""
     return os.urandom(8).hex()
 
 
@@ -420,7 +420,7 @@ class Tiered:
         that have stepped must return to the last commit too.
 
         Args:
-            work: The step. It raises an error if it is refused or fails.
+            work: The step. It raises an error if the step is refused or fails.
             count: Returns the number of steps that the states have.
 
         Raises:

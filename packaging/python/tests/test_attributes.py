@@ -1,5 +1,5 @@
-"""Proves that an attribute of a public object that can be set has an effect, that the others cannot be set, and that a repr tells the facts
-of an object without a call of the library."""
+"""Proves that each attribute of a public object that can be set has an effect, and that the others cannot be set. Proves too that a repr
+tells the facts of an object without a call of the library."""
 
 import copy
 import inspect

@@ -29,7 +29,7 @@ pub struct Failure {
 
 type Kept = Arc<(u64, Failure)>;
 
-/// What a thread keeps.
+/// The last failure of a thread.
 struct Place {
     last: Kept,
     /// The message with a NUL, truncated.

@@ -204,7 +204,7 @@ def held_in(buckets: list[Bucket]) -> list[list[Any]]:
 
 
 def holding_of(facts: Mapping[str, Any]) -> Holding:
-    """What the process with these facts of a commit holds."""
+    """The elements that a process holds, from the facts of its commit."""
     of: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]] = {}
     for name, dtype, start, count, number, at in facts["held"]:
         _, runs, pieces = of.setdefault(name, (dtype, [], []))

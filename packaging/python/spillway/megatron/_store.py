@@ -157,7 +157,7 @@ class OptimizerStateStore:
         self.publish()
 
     def _facts(self) -> dict[str, Any]:
-        """What a commit stores beside the states."""
+        """The facts that a commit stores beside the states."""
         elements = [bucket.elements for bucket in self._buckets]
         return {"steps": self.steps, "shards": self._digest, "elements": elements, "moments": self._moments, "held": held_in(self._buckets)}
 

@@ -2,7 +2,7 @@
 events of any accelerator.
 
 The library reads gradients and writes weights in contiguous host memory: where they are, or, of tensors that are elsewhere or have other
-strides, as copies. A copy has the dtype of the gradient or the parameter. Its memory is used again at the next step."""
+strides, as copies. A copy has the dtype of the gradient or the parameter. The memory of a copy is used again at the next step."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ class Taken(NamedTuple):
     Attributes:
         grad: The tensor that the parameter had.
         memory: Where the library reads its values.
-        facts: Those of gradient and parameter then.
-        sums: The sum of the gradient then; None if nobody asks."""
+        facts: The facts of gradient and parameter at the time of the copy.
+        sums: The sum of the gradient at that time; None if no caller needs it."""
 
     grad: torch.Tensor
     memory: torch.Tensor

@@ -1,7 +1,7 @@
 """Detects writes to the values of state dicts of an optimizer whose states are on a tier.
 
 torch's own optimizers share their states with a state dict: a checkpoint that is loaded into its tensors is loaded into the optimizer. The
-values of a tier are copies, and such a load would be lost. It is an error of the next use of the states instead.
+values of a tier are copies, and such a load would be lost. Instead the next use of the states raises an error.
 
 A probe is a tensor without memory that has the version of a value: torch counts a write there, also after the program has dropped the value
 and its memory is free. A write by `.data` or numpy is not counted."""

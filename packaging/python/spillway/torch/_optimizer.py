@@ -43,7 +43,7 @@ _NEWER = {"decoupled_weight_decay": False, "fused": None}
 
 
 def of_itself(method: _Method) -> _Method:
-    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place. Its tensors last."""
+    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place. `lasting` holds within it."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:

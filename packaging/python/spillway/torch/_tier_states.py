@@ -35,7 +35,7 @@ from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 _USUAL, _LEAST = 4 << 20, 4 << 10
 #: The author of the commits.
 _BY = "torch"
-#: What wrappers put into the names of parameters.
+#: The words that wrappers put into the names of parameters.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -417,7 +417,7 @@ class TierStates:
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:
-        """What a commit of the present states stores beside them. Raises as check_parameters(): no optimizer could resume."""
+        """The facts that a commit stores beside the present states. Raises as check_parameters(), because no optimizer could resume."""
         self.check_parameters()
         return self._facts([float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)])
 

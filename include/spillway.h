@@ -3,8 +3,8 @@
 // The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
 // NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
 //
-// The headers are for C99 or C++11, or newer; strict C89 has neither their comments nor <stdint.h>. spillway.hpp has
-// C++17 classes over these calls. Headers, each of which compiles alone:
+// The headers are for C99 or C++11, or newer; strict C89 lacks comments with // and <stdint.h>. spillway.hpp has C++17
+// classes over these calls. Headers, each of which compiles alone:
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
 //   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
@@ -72,15 +72,15 @@
 // Rules for all functions, unless a function's comment says otherwise:
 //
 //   Status     A call that can fail returns spw_status; SPW_OK is 0. A failed call changes nothing and writes no
-//              output. spw_last_error() names the argument and the reason. It is of the calling thread: a runtime
-//              that moves a task to another thread between two calls reads errno together with the status, and passes
-//              it to spw_error_text(). After SPW_ERR_INTERNAL data may be changed in part.
+//              output. spw_last_error() names the argument and the reason of the calling thread's last failure. A
+//              runtime that moves a task to another thread between two calls reads errno together with the status,
+//              and passes it to spw_error_text(). After SPW_ERR_INTERNAL data may be changed in part.
 //   Ownership  X_open creates an object, X_close frees it. Any other pointer is borrowed during the call, unless the
 //              function's comment says under "Kept:" until when the library uses it.
-//   Closes     X_close frees the object, whatever its status. It waits for what is in flight, because memory of the
-//              caller is in use until then. Files may never answer, so spw_io_close and spw_tier_close take a timeout:
-//              after SPW_ERR_TIMEOUT that memory stays in use. What other closes wait for on a tier ends at its I/O
-//              timeout.
+//   Closes     X_close frees the object, whatever its status. It waits for operations in flight, because they use
+//              memory of the caller. A file system may never answer, so spw_io_close and spw_tier_close take a timeout:
+//              after SPW_ERR_TIMEOUT that memory stays in use. Operations on a tier that other closes wait for end at
+//              the I/O timeout of the tier.
 //   Callbacks  A callback runs on a thread of the program that is in a call of the library, never on another one.
 //   Threads    Any thread may call any function. Several threads may use a const handle at once. Only one thread at a
 //              time may use any other handle. X_close is the last call on an object: no other call may be in flight.
@@ -92,8 +92,8 @@
 //   Structs    A struct that begins with struct_size may grow at its end. Begin with its macro: spw_X x = SPW_X_INIT;
 //              the macro sets struct_size and the defaults, every other field is 0. That holds for output structs
 //              too. Without macros, spw_struct_init() does the same. A struct of zeros with its struct_size has the
-//              defaults, or is refused by the name of a field that must not be 0. Structs of an array lie struct_size
-//              bytes apart, at most 4096. Reserved fields are 0.
+//              defaults, or the error names a field that must not be 0. Structs of an array lie struct_size bytes apart,
+//              at most 4096. Reserved fields are 0.
 //   Enums      Enum arguments and fields are integers. A value outside the enum is SPW_ERR_INVALID_ARGUMENT. Flags
 //              are combined by addition.
 //   Counts     Counts are uint64_t or uint32_t, as declared; sizes in bytes are uint64_t. Timeouts are milliseconds; a

@@ -99,7 +99,7 @@ inline const char *c_string(const std::string &text, const char *argument) {
     return text.c_str();
 }
 
-// The text that a C function writes: its last arguments are the buffer, its size, and where the size that is needed goes.
+// The text that a C function writes. Its last arguments are the buffer, the size of the buffer, and the needed size.
 template <class Call, class... Arguments>
 std::string text(Call call, Arguments... arguments) {
     std::string room;
@@ -114,8 +114,8 @@ std::string text(Call call, Arguments... arguments) {
     return room;
 }
 
-// Sends messages of the log up to `level` to `receive(level, message)`; see spw_set_log. An exception of it ends the
-// program. The default is restored when the object ends.
+// Sends messages of the log up to `level` to `receive(level, message)`; see spw_set_log. An exception from `receive`
+// ends the program. The default is restored when the object ends.
 class log {
 public:
     using function = std::function<void(spw_log_level, const char *)>;
@@ -168,7 +168,7 @@ inline spw_stage_options make() {
 }
 #endif
 
-// What a C function writes into a struct, its last argument.
+// The struct that a C function writes. It is the last argument of the function.
 template <class T, class Call, class... Arguments>
 T read(Call call, Arguments... arguments) {
     auto value = make<T>();
@@ -319,7 +319,7 @@ inline spw_step_stats grad_accumulate(const spw_grad_tensor &one, double scale =
     return grad_accumulate(span<const spw_grad_tensor>(&one, 1), scale);
 }
 
-// The checksum of each memory: `bytes[i]` bytes at `data[i]`.
+// The checksum of each piece of memory: piece i is `bytes[i]` bytes at `data[i]`.
 inline std::vector<std::uint64_t> checksums(span<const void *const> data, span<const std::uint64_t> bytes) {
     if (data.size() != bytes.size()) {
         throw std::length_error("spillway::checksums: arrays of different lengths");
@@ -577,7 +577,7 @@ public:
         check(spw_tier_collect(c_string(directory, "directory"), c_string(job, "job"),
                                host.empty() ? nullptr : c_string(host, "host"), rank));
     }
-    // The steps that an open of these options can resume.
+    // The steps at which an open with these options can resume.
     static spw_tier_steps_info steps(const spw_tier_options &options) {
         return read<spw_tier_steps_info>(spw_tier_get_steps, &options);
     }
@@ -645,7 +645,7 @@ public:
     void rollback() { check(spw_swap_rollback(get())); }
     spw_swap_stats stats() const { return read<spw_swap_stats>(spw_swap_get_stats, get()); }
     std::string trace() { return text(spw_swap_get_trace, get()); }
-    // The memory that an update of these options takes on a tier of so many paths.
+    // The memory that an update with these options takes on a tier with so many paths.
     static spw_swap_budget budget(const spw_swap_options &options, std::uint64_t paths) {
         return read<spw_swap_budget>(spw_swap_plan_budget, &options, paths);
     }

@@ -1,9 +1,9 @@
-//! The log: messages go to a sink, which the program's own calls empty, else to stderr if `SPILLWAY_LOG` names a level,
-//! else nowhere.
+//! The log. Messages wait for a sink, to which the program's own calls deliver them. Without a sink they go to stderr if
+//! `SPILLWAY_LOG` names a level, else nowhere.
 //!
 //! Invariants:
-//! - A sink is called in [`deliver`] only, which calls of the C interface end with. So it never runs on a thread of the
-//!   library, nor below a lock of the library.
+//! - Only [`deliver`] calls a sink, at the end of calls of the C interface. So a sink runs on no thread of the library, and
+//!   under no lock of the library.
 //! - When [`set_sink`] returns, no thread is inside the previous sink, and none enters it again. The only exception is
 //!   a caller that is itself inside a sink: it cannot wait for its own return.
 //! - No lock is held across a fork, so a forked child can always log. Calls in flight and waiting messages of the parent
@@ -50,7 +50,7 @@ impl Level {
 /// A program's function for messages.
 pub type Called = Box<dyn Fn(Level, &str) + Send + Sync>;
 
-/// What a program does with messages.
+/// The destination of messages.
 pub enum Sink {
     /// They wait for [`next`].
     Kept,
@@ -135,7 +135,7 @@ pub fn deliver() {
     }
 }
 
-/// The oldest waiting message. It stays if it is not `taken`. Messages that were lost are a message of their own.
+/// The oldest waiting message. It stays if it is not `taken`. A message of its own says how many were lost.
 pub fn next(taken: bool) -> Option<(Level, String)> {
     loop {
         let (first, end) = waiting();
@@ -147,7 +147,7 @@ pub fn next(taken: bool) -> Option<(Level, String)> {
                 let text = format!("{} messages before this one were lost: too many waited", oldest - first);
                 (Level::Warn, text, oldest)
             }
-            // Its writer has not stored it yet.
+            // The thread that writes this message has not stored it yet.
             None => return None,
         };
         if !taken || FIRST.compare_exchange(first, after, Ordering::SeqCst, Ordering::SeqCst).is_ok() {

@@ -53,7 +53,7 @@ static void optimizers(void) {
     SAME(spw_stage_options, SPW_STAGE_OPTIONS_INIT);
 }
 
-// What hand-written bindings begin with: zeros, the size, and the two fields that they know.
+// A struct of hand-written bindings: zeros, the size, and the two fields that they know.
 static void zeros(void) {
     struct problem problem = make_f32(100, 1);
     watch_problem(&problem);

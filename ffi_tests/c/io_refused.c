@@ -1,4 +1,4 @@
-// In a process that may not make a ring of io_uring, or not use it (a seccomp filter, as in containers), I/O uses threads
+// In a process that may not create or not use a ring of io_uring (a seccomp filter, as in containers), I/O uses threads
 // and the reason is reported. A caller that requires io_uring gets an error.
 
 #include "check.h"

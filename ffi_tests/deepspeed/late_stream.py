@@ -1,4 +1,4 @@
-"""A stand-in for a device's stream, whose copies are done a millisecond after they were started."""
+"""A stand-in for a device's stream, whose copies are done a millisecond after their start."""
 
 import threading
 import time

@@ -91,7 +91,7 @@ def next_(source):
     assert spillway.deepspeed.client_state(engine) in ({"rank": 0}, {"rank": 1})
     step(engine)
     engine.destroy()
-    # It needs the other run no more.
+    # The new run no longer needs the old one.
     engine = make(f"after-{source}", 2, 2000, begin_from="gone")
     assert engine.global_steps == 4
     engine.destroy()

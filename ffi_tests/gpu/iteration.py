@@ -1,4 +1,4 @@
-"""What an iteration of a GPT takes with one optimizer: torch on the GPU, torchao, spillway.torch.offload, a tier, and DeepSpeed with and
+"""Measures an iteration of a GPT with one optimizer: torch on the GPU, torchao, spillway.torch.offload, a tier, and DeepSpeed with and
 without Spillway.
 
     iteration.py [KIND...] [--batch N] [--norm X]     measures each kind in a process of its own, and writes the record

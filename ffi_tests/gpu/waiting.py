@@ -1,6 +1,5 @@
-"""What work that cannot begin yet costs the program: copies behind a stream that is behind, and buckets of a speculation whose event has
-not happened. The calls should return at once, take no processor time while they wait, and leave launches of the program as fast as
-before."""
+"""Measures what pending work costs the program: copies that wait for a delayed stream, and buckets of a speculation whose event has not
+happened. The calls should return at once, take no processor time while they wait, and leave launches of the program as fast as before."""
 
 import statistics
 import time
@@ -11,7 +10,7 @@ import spillway
 
 torch = torch_on_gpu()
 COUNT, ELEMENTS = size(200, 8), size(1 << 16, 1 << 8)
-#: Cycles for which the stream is behind: about a second.
+#: Cycles of the delay of a stream: about a second.
 BEHIND = 1_500_000_000
 
 
@@ -29,7 +28,7 @@ def main():
 
 
 def _behind():
-    """A stream that is about a second behind."""
+    """A stream that is delayed by about a second."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(BEHIND)

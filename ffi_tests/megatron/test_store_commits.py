@@ -254,7 +254,7 @@ if rank == 1 and {kill}:
     os.kill(os.getpid(), signal.SIGKILL)
 if {kill}:
     try:
-        # The next step is the first call that hears of it.
+        # The next step is the first call that gets the error.
         train_all(stores, models, range(3, 4))
     except Exception as error:
         print(type(error).__name__)

@@ -2,8 +2,8 @@
 
     PYTHONPATH=packaging/python python ffi_tests/torch/compiled_routes.py FIRST COUNT [SECONDS]
 
-runs the trainings FIRST to FIRST + COUNT - 1, and prints each one that fails. The number of a training is the seed of everything in it. A
-training with an optimizer that steps during backward, or whose verdict comes in the next forward, or whose weights flow, must have the bits
+runs the trainings FIRST to FIRST + COUNT - 1, and prints each one that fails. The number of a training is the seed of everything in it. An
+optimizer may step during backward, have its verdict in the next forward, or have weights that flow. A training with it must have the bits
 of one that steps after backward; or it ends in an error."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _linear(model, backend):
 
 
 def _averaged(model, backend):
-    """The forward of a process of several, which is alone here."""
+    """The forward of DistributedDataParallel, in a group of one process."""
     distributed = torch.distributed
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -2,8 +2,8 @@
 
 reshard_worker.py FOLDER PHASE DTYPE PLACEMENT [FROM]
 
-Gradients are the same whatever the number of processes, so a step of the parts has the bits of a step of the whole parameters in one
-process, with which every part is compared."""
+Gradients are the same whatever the number of processes. So a step of the parts has the bits of a step of the whole parameters in one
+process. Every part is compared with that step."""
 
 import os
 import pathlib

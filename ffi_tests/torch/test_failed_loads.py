@@ -1,5 +1,5 @@
-"""A load, a step or a commit that fails has changed nothing: every bit of parameters, states, step counts and options is that of before,
-and the run continues with the bits of one in which nothing failed."""
+"""A load, a step or a commit that fails changes nothing: every bit of parameters, states, step counts and options stays, and the run
+continues with the bits of one in which nothing failed."""
 
 import copy
 import errno

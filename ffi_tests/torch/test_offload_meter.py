@@ -1,4 +1,4 @@
-"""What a step of offload() asks of a device: copies, waits of the program, and where it waits. A GPU punishes each of them."""
+"""Counts what a step of offload() asks of a device: copies, waits of the program, and where it waits. Each of them costs time on a GPU."""
 
 import collections
 import threading
@@ -45,7 +45,7 @@ class Meter(HostLink):
 
 
 def counts_of(params, monkeypatch, buckets, **options):
-    """The counts of the fifth iteration, of which nothing is new."""
+    """The counts of the fifth iteration, in which nothing happens for the first time."""
     meter = Meter()
     monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: meter)
     params = [torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16)) for _ in range(params)]

@@ -1,4 +1,4 @@
-"""Several processes with states on a tier, of which one fails: all hear it in that call, and none continues with states of
+"""If one of several processes with states on a tier fails, all raise an error in that call, and none continues with states of
 another step. tier_ranks_worker.py has the cases."""
 
 import pathlib

@@ -16,7 +16,7 @@ from spillway import torch as own
 
 SHAPES = [(7, 5), (64,), (110, 110), (3,)]
 NAMES = ("layers.0.first", "stays.first")
-#: The next forward of these completes a step.
+#: Homes in which the next forward completes a step.
 LATER = [name for name, home in HOMES.items() if home.later]
 
 
@@ -111,7 +111,7 @@ def test_a_sum_changes_with_each_byte_of_a_tensor_and_with_nothing_else(shape, d
         if layout == "last" and len(shape) == 4:
             memory = memory.contiguous(memory_format=torch.channels_last)
         (before,) = spillway._written.sums([memory])
-        # Beside others it has the same one.
+        # Taken with others, the sum is the same.
         assert spillway._written.sums([torch.ones(3), memory, torch.ones(5)])[1] == before
         at = tuple(random.randrange(size) for size in shape)
         kept = memory[at].clone()

@@ -117,7 +117,7 @@ def fail_after(run):
 
 
 def steps():
-    """One process fails in a step: all hear it in the same step, and after a rollback of all the run has the bits of an undisturbed one."""
+    """One process fails in a step: all raise in the same step, and after a rollback of all the run has the bits of an undisturbed one."""
     for options in kinds():
         whole = Run(**options)
         whole.train(range(STEPS))

@@ -150,13 +150,13 @@ const char *spw_status_name(int32_t status);
 // failing call of this thread changes the text.
 const char *spw_last_error(void);
 
-// Writes the message of one failed call, whatever thread asks. A failing call leaves the number `error` of its failure in
-// errno; other calls change errno as they like. A runtime that moves its tasks from thread to thread reads errno together
-// with the status, as its calls of C do: `status, err := C.spw_f()` in Go, captureCallState("errno") in Java, SetLastError in
-// C#. `error` 0 is the last failed call of this thread.
+// Writes the message of one failed call. Any thread may ask for it. A failing call stores the number of its failure in
+// errno; pass that number as `error`. Any other call may change errno. So a runtime that moves tasks from thread to thread
+// reads errno together with the status: by `status, err := C.spw_f()` in Go, captureCallState("errno") in Java, or
+// SetLastError in C#. `error` 0 is the last failed call of this thread.
 //
-// The messages of the last 1024 failed calls of the process are kept. SPW_ERR_NOT_FOUND for an older one, and for a number
-// that is none of a failed call.
+// The messages of the last 1024 failed calls of the process are kept. The number of an older call, or of no failed call, is
+// SPW_ERR_NOT_FOUND.
 spw_status spw_error_text(int32_t error,
                           char *text_out,
                           uint64_t size,
@@ -171,8 +171,8 @@ uint32_t spw_abi_version(void);
 // Returns the release version, for example "0.1.0". The string is constant.
 const char *spw_version(void);
 
-// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages that do not see macros. `name` is
-// the name of its type, such as "spw_adam_options", and `size` the size of the caller's struct.
+// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages without the macros of C. `name` is
+// the name of its type, such as "spw_adam_options", and `size` is the size of the caller's struct.
 //
 //     spw_struct_init("spw_adam_options", &options, sizeof options);
 spw_status spw_struct_init(const char *name,
@@ -244,28 +244,29 @@ typedef enum spw_log_level {
 } spw_log_level;
 
 // Receives log messages, on a thread that is in a call of the library: see `spw_set_log`. `message` is valid during
-// the call. It may call the library.
+// the call. The function may call the library.
 typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
 
 // Chooses what becomes of messages up to `level` (an `spw_log_level`).
 //
 // - `log` receives them with `user`, at the end of the calls that the program makes, on the thread of the call. Messages
-//   of the library's own threads wait for such a call. So `log` never runs on a thread that the program did not make, but
-//   it runs on several of the program's threads at once if these call the library at once.
+//   of the library's own threads wait for such a call. So `log` runs on threads of the program only. It runs on several
+//   of them at once if they call the library at once.
 // - `log` NULL keeps them for `spw_log_next`, which suits a program whose runtime calls the library from threads of its own.
 // - `log` NULL and SPW_LOG_LEVEL_OFF restore the default. The library then writes at once to stderr, if the environment
 //   variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else nowhere.
 //
-// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
-// calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
-// does not wait, and drops the messages that wait for that function. The caller must hold no lock that the previous function takes.
+// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call returns after
+// calls of the previous function in flight have returned. Then the previous `user` may be freed. A call from inside `log`
+// does not wait; it drops the messages that wait for the previous function. The caller must hold no lock that the previous
+// function takes.
 spw_status spw_set_log(spw_log_fn log,
                        void *user,
                        int32_t level);
 
-// Takes the oldest message that waits, after `spw_set_log` with `log` NULL and a level. `level_out` receives its
-// `spw_log_level`, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the message stays, and
-// `needed_out` receives its bytes. The call never waits.
+// Takes the oldest message that waits. Messages wait after `spw_set_log` with `log` NULL and a level. `level_out` receives
+// the `spw_log_level` of the message, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the
+// message stays, and `needed_out` receives the bytes of its text with the NUL. The call never waits.
 spw_status spw_log_next(int32_t *level_out,
                         char *text_out,
                         uint64_t size,

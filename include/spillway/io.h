@@ -232,8 +232,8 @@ typedef struct spw_io_failure {
 #define SPW_IO_FAILURE_INIT \
     { sizeof(spw_io_failure), 0, 0, 0 }
 
-// Reads the details of a failed call and the path of its file, as the caller named it. `error` is that of
-// `spw_error_text`, and 0 is the last failed call of this thread. If that call was no file operation, the path is empty
+// Reads the details of a failed call and the path of its file, as the caller named it. `error` is a number as for
+// `spw_error_text`; 0 is the last failed call of this thread. If that call was no file operation, the path is empty
 // and the fields are 0.
 spw_status spw_get_io_failure(int32_t error,
                               spw_io_failure *failure_out,

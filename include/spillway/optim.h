@@ -73,10 +73,10 @@ typedef struct spw_tensor {
     uint32_t grad_dtype;
     // `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     uint32_t copy_dtype;
-    // 1: what other code has written to param_copy counts. Before the step, each element of param that does not round to
-    // its element of param_copy becomes that element, unless both are NaN. With bf16 either neighbour of a tie counts as
-    // its rounding. For steps of tensors in host memory without
-    // shadow spans that write param_copy at once. 0: param_copy is only written.
+    // 1: the step first takes what other code has written to param_copy. Each element of param that does not round to its
+    // element of param_copy becomes that element, unless both are NaN. With bf16 an element halfway between two values
+    // rounds to either. Allowed for tensors in host memory without shadow spans, in steps that write param_copy at once.
+    // 0: param_copy is only written.
     uint32_t take_copy;
     // Number of elements. If it is 0, all other fields of the tensor are ignored.
     uint64_t n;
@@ -333,11 +333,11 @@ spw_status spw_grad_accumulate(const spw_grad_tensor *tensors,
                                double scale,
                                spw_step_stats *stats_out);
 
-// Writes a checksum of each of `count` pieces of memory to `sums_out`. Memory that a program has changed since has
-// another one, up to a chance of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have
-// any alignment, and may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in
-// one pass. A checksum depends on the bytes alone. It is the XXH3-64 of up to 256 KiB. For more it is the XXH3-64 of
-// the checksums of each 256 KiB, as little-endian words. After an error nothing is written.
+// Writes a checksum of each of `count` pieces of memory to `sums_out`. After a change the checksum differs, except with a
+// probability of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have any alignment, and
+// may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in one pass. A checksum
+// depends on the bytes alone. That of up to 256 KiB is their XXH3-64. That of more bytes is the XXH3-64 of the checksums
+// of each 256 KiB, as little-endian words. After an error nothing is written.
 spw_status spw_checksums(const void *const *data,
                          const uint64_t *bytes,
                          uint64_t count,

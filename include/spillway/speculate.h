@@ -263,8 +263,8 @@ spw_status spw_spec_local_result(const spw_spec *spec,
                                  spw_step_stats *stats_out);
 
 // Writes the sum of squares of the scaled gradients of each bucket: at most `capacity` numbers to `squares_out`, and
-// the number of buckets to `count_out`. It is NaN where a gradient is not finite. A caller uses it whose buckets count
-// in several norms, or who adds them in an order of its own.
+// the number of buckets to `count_out`. A sum is NaN if a gradient of its bucket is not finite. The function is for
+// callers whose buckets count in several norms, or that add the sums in an order of their own.
 //
 // SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
 spw_status spw_spec_get_squares(const spw_spec *spec,

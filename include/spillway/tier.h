@@ -53,9 +53,9 @@ typedef enum spw_tier_mode {
     // Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_MODE_RESUME = 2,
     // Read the last committed step, or `at_step`, in directories. Nothing is created, written or locked, so several
-    // processes may read at once; `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
-    // SPW_ERR_UNSUPPORTED. A process that has the tier open is SPW_ERR_LOCKED; one of another machine may be
-    // unseen.
+    // processes may read at once. `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
+    // SPW_ERR_UNSUPPORTED. If a process has the tier open otherwise, the open is SPW_ERR_LOCKED. A process of another
+    // machine may go unnoticed.
     SPW_TIER_MODE_READ = 3,
 } spw_tier_mode;
 
@@ -260,8 +260,8 @@ spw_status spw_tier_end_turns(const spw_tier *tier);
 // stay allocated and unused for the rest of the process. Puts since the last commit are lost, and so are the errors of those
 // that no call waited for; the next open finds the committed state.
 //
-// If a tiered update, a window, an export or a commit in the background uses the tier, this call waits for nothing: the
-// library frees the tier when that has ended, and the streams of tickets may be in use until then.
+// If a tiered update, a window, an export or a commit in the background uses the tier, this call waits for nothing. The
+// library frees the tier when that use has ended. Until then the streams of tickets may be in use.
 //
 // SPW_ERR_DEADLINE: a file system did not respond to the close of the files within the I/O timeout, or within the rest of
 // `timeout_ms`, at least 1 s. The close continues without the caller, and the lock is held until it ends.

@@ -6,8 +6,8 @@
 //! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
 //! output struct, fields unknown to this library become zero.
 //!
-//! Zero is safe: a field whose initial value is another one is refused by name if it is 0, unless 0 is a value that a
-//! caller may want. So a struct that was never initialised fails, and does not run with other options than the defaults.
+//! A struct of zeros never runs with wrong options. If a field has an initial value other than 0, a 0 in it is an error
+//! that names the field, unless callers may want 0.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -99,8 +99,9 @@ macro_rules! abi_struct {
 pub(in crate::capi) use abi_struct;
 
 /// Declares a struct of the header and implements [`AbiStruct`] for it: `c_struct! { first BYTES;`, then the struct without
-/// its `struct_size`, which is added here. BYTES is its size in the first release. `initial FUNCTION` behind it names what sets
-/// the fields whose initial value is not 0. The tool that writes the headers reads the struct inside the braces.
+/// its `struct_size`, which is added here. BYTES is its size in the first release. `initial FUNCTION` after BYTES names the
+/// function that sets the fields whose initial value is not 0. The tool that writes the headers reads the struct inside the
+/// braces.
 macro_rules! c_struct {
     (first $first:literal $(, initial $defaults:expr)?; $(#[$about:meta])* pub struct $name:ident {
         $($(#[$field_about:meta])* pub $field:ident: $type:ty),* $(,)?

@@ -388,7 +388,7 @@ unsafe fn checked_size<T: AbiStruct>(bytes: *const u8, argument: &'static str) -
     }
 }
 
-/// What is wrong with the size of a struct.
+/// The fault of a struct's size, in words; `None` if there is none.
 pub(super) fn fault_of_size(name: &str, first_size: usize, fields: Fields, size: usize) -> Option<String> {
     match size {
         _ if size < first_size => Some(format!("but {name} has at least {first_size} bytes")),

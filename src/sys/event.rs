@@ -256,7 +256,7 @@ mod tests {
                 waker.clear();
             }
         });
-        // What was reported before is seen without a sleep.
+        // A report from before the poll is seen without a sleep.
         let broken = Arc::<Report>::default();
         broken.give(Status::Broken("a reason"));
         assert_eq!(poll(&waker, &[&Event::Reported(broken)], true).unwrap(), [Status::Broken("a reason")]);

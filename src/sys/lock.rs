@@ -100,11 +100,11 @@ impl FileLock {
         Ok(LockAttempt::Acquired(FileLock { file: Some(kept), identity, excludes }))
     }
 
-    /// The first line of the file `name`, if a process of any mount that shares its locks holds its lock. `None` also if there
-    /// is no such file, or if locks cannot be asked about. Takes no lock.
+    /// The first line of the file `name`, if a process holds its lock, on any mount that shares its locks. `None` if no
+    /// process holds it, if there is no such file, or if the file system cannot tell. Takes no lock.
     pub fn holder(directory: &PrivateDirectory, name: &str) -> io::Result<Option<String>> {
         let held = held();
-        // As long as the list is locked, no other thread takes a record lock that the end of this descriptor would end.
+        // While the list is locked, no other thread takes a record lock, which the close of this descriptor would release.
         let files = held.lock();
         if directory.entry(name)?.is_some_and(|found| files.contains(&found.identity)) {
             return Ok(Some("this process has it open".to_string()));

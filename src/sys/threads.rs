@@ -156,7 +156,7 @@ fn bind_or_warn(cpus: &Bitmap) {
 
 #[cfg(test)]
 thread_local! {
-    /// No thread of the library starts.
+    /// True: this thread starts no thread of the library.
     static REFUSES: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
-//! - An outcome is kept until the owner of the ticket asks for it. A panic is an outcome too: the error of its words.
+//! - An outcome is kept until the owner of the ticket asks for it. A panic is an outcome too: an error with its message.
 //! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
 //! - A move compares every block with its checksum between its read and its write. The new location of contents takes
 //!   effect only after every block is written. After a failure the contents stay where they were.

@@ -3,8 +3,8 @@
 //! Invariants:
 //! - Nothing is created, written, locked or removed. Both handles of a file are open for reading only, so that the system
 //!   refuses every write.
-//! - A directory whose lock a process holds is refused. A process of another machine is not seen if its lock does not reach
-//!   this one. What it overwrites does not match its checksum any more.
+//! - A directory whose lock a process holds is refused. A process of another machine is not detected if its lock does not
+//!   reach this machine. Blocks that it overwrites no longer match their checksums.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};

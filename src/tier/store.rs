@@ -548,7 +548,7 @@ impl Tier {
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
         let until = deadline_after(timeout);
         let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
-        // All paths are closed, also after a timeout: a drop would wait for each of them, and longer.
+        // Every path is closed, also after a timeout: the drop of a path would wait for it, and longer.
         let mut drained = Ok(());
         for volume in self.volumes.iter().flatten() {
             match volume.engine.close(left()) {

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - Tiers are opened for reading: nothing of the job changes, and no lock is taken.
-//! - The directory takes its name when the files of all ranks are in it. What an interrupted command leaves is called
+//! - The directory takes its name when the files of all ranks are in it. An interrupted command leaves a directory
 //!   `NAME.partial`.
 #![forbid(unsafe_code)]
 

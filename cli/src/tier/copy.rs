@@ -36,7 +36,7 @@ pub struct SnapshotOptions {
     /// Limits the speed, such as 200MB; 0 means no limit.
     #[arg(long)]
     bytes_per_second: Option<ByteSize>,
-    /// Writes the parts rank-0, rank-1 and so on of all ranks of the job, as a snapshot of its program has them.
+    /// Writes the parts rank-0, rank-1 and so on of all ranks of the job, in the form of a snapshot by its program.
     #[arg(long, conflicts_with = "rank")]
     all_ranks: bool,
 }
@@ -146,7 +146,7 @@ fn one_snapshot(options: &SnapshotOptions, tier: Tier, to: &Path) -> Result<u64>
     close(tier).map(|()| step)
 }
 
-/// A file of [`export`] of all ranks, as index.json has it.
+/// The entry of index.json for the file of one rank.
 #[derive(serde::Serialize)]
 struct Exported {
     rank: u32,
@@ -155,7 +155,7 @@ struct Exported {
     bytes: u64,
 }
 
-/// What index.json of an export of all ranks says.
+/// The contents of index.json of an export of all ranks.
 #[derive(serde::Serialize)]
 struct Index {
     format: &'static str,

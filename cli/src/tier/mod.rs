@@ -1,7 +1,7 @@
 //! `spillway tier`: lists, checks, copies and removes the tiers that programs left in directories.
 //!
-//! `ls` reads files alone, and so do copies of all ranks. The other commands claim the tier, so they fail while a process uses it. `verify`, `snapshot`
-//! and `export` write no superblock: a run can still go back to the step before the last one.
+//! `ls` and copies of all ranks only read files. The other commands claim the tier, so they fail while a process uses it.
+//! `verify`, `snapshot` and `export` write no superblock: a run can still go back to the step before the last one.
 #![forbid(unsafe_code)]
 
 mod all_ranks;

@@ -160,9 +160,9 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
     """Sends the library's log messages to a function.
 
     Args:
-        function: Called as function(level, message) at the end of a call of the library, on the thread of that call, also with
-            what the library's own threads have to say. Its exceptions go to sys.unraisablehook. None: the library logs at once
-            to stderr if SPILLWAY_LOG names a level, else nowhere.
+        function: Called as function(level, message) at the end of a call of the library, on the thread of that call. It also gets
+            the messages of the library's own threads. Its exceptions go to sys.unraisablehook. None: the library logs at once to
+            stderr if SPILLWAY_LOG names a level, else nowhere.
         level: The least severe level to send: "off", "error", "warn", "info" or "debug".
 
     Raises:

@@ -37,7 +37,7 @@ class AfterEvents:
                 try:
                     raise error
                 finally:
-                    # Its frames refer to this one.
+                    # The frames of the error refer to this frame.
                     del error
             del self._begun[0]
 

@@ -1,4 +1,4 @@
-"""What a program sees of an object: attributes that the constructor sets, and the repr.
+"""The public side of an object: attributes that the constructor sets, and the repr.
 
 A public attribute can be set if that has an effect; any other one is `Fixed`, or a property without a setter.
 
@@ -22,7 +22,7 @@ class Fixed(Generic[_T]):
     """An attribute that the constructor sets, and nothing afterwards.
 
     Args:
-        doc: What it is."""
+        doc: Its description."""
 
     def __init__(self, doc: str):
         self.__doc__ = doc
@@ -55,8 +55,8 @@ def described(name: str, facts: Callable[[], Mapping[str, Any]], state: str = ""
 
     Args:
         name: Its class.
-        facts: Returns what a person wants to know of it. What is None is left out.
-        state: Such as "closed"."""
+        facts: Returns the facts to show, by name. A fact that is None is left out.
+        state: The state of the object, such as "closed"."""
     try:
         told = [f"{fact}={_shortened.repr(value)}" for fact, value in facts().items() if value is not None]
     except Exception:

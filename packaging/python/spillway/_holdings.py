@@ -1,7 +1,7 @@
 """Which elements of a job's tensors a rank holds, where they are in its subgroups, and how the states of N ranks become those of M.
 
-A tensor of the job is flat here: its elements lie in row-major order. What a rank holds of it are runs of these elements, one after
-another. They lie in pieces of the rank's subgroups. Master and moments of an element are at one place of a subgroup.
+A tensor of the job is flat here: its elements lie in row-major order. A rank holds runs of these elements, one after another. The runs lie
+in pieces of the rank's subgroups. Master and moments of an element are at one place of a subgroup.
 
 Invariants:
 - A step of Adam is elementwise. So a job continues with the same bits however its elements are divided.
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor of the job.
+    """The elements of a tensor of the job that a rank holds.
 
     Attributes:
         name: The tensor in messages.
@@ -63,12 +63,12 @@ class Held(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a rank holds.
+    """The elements of all tensors that a rank holds.
 
     Attributes:
         elements: Number of elements of each subgroup.
         moments: The dtype of the moments on the tier.
-        held: What it holds of each tensor."""
+        held: The elements of each tensor."""
 
     elements: Sequence[int]
     moments: str
@@ -153,7 +153,7 @@ def move(own: Holding, parts: Sequence[Part], rank: int, write: Callable[[int, S
 
 
 def _by_subgroup(own: Holding) -> Callable[[int], Iterator[tuple[Any, Span]]]:
-    """Returns the tensors and spans of a subgroup, which is asked for in order."""
+    """Returns a function that yields the tensors of a subgroup with their spans."""
     keys: dict[int, list[Any]] = {}
     for key, held in own.held.items():
         for subgroup, _, _ in held.pieces:
@@ -172,7 +172,7 @@ class _Finder:
 
     def __init__(self, own: Holding, parts: Sequence[Part], rank: int):
         self._own, self._parts = own, parts
-        # Own first: ranks that could read the same part read different ones.
+        # The part with the number of this rank comes first: so ranks that could read the same part read different ones.
         self._order = [(rank + number) % len(parts) for number in range(len(parts))]
         self._key: Any = None
         self._spans: dict[int, tuple[list[int], list[Span]]] = {}

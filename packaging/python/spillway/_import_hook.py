@@ -11,7 +11,7 @@ from typing import Any
 
 
 def unheard(variable: str) -> str | None:
-    """Why a variable that asks for the hook of a framework has no effect in this process; None if it has one, or is not set so."""
+    """Why an environment variable that asks for a hook has no effect in this process; None if it has an effect, or asks for no hook."""
     if os.environ.get(variable) not in ("1", "require") or "_spillway_hook" in sys.modules:
         return None
     return "this Python runs no spillway.pth: install the wheel, or call install()"

@@ -152,7 +152,7 @@ class _NativeHandle:
         return cell[0]
 
     def _facts(self) -> dict[str, Any]:
-        """What the repr tells, beside the state of the handle. Calls nothing of the library."""
+        """The facts that the repr shows, beside the state of the handle. Calls nothing of the library."""
         return {}
 
     def _state(self) -> str:

@@ -1,9 +1,10 @@
 """The commits of all ranks of another run, which a run with any number of ranks reads: on tiers, or in a snapshot.
 
-Every rank looks at its share of them, and all ranks gather what they say. A rank then opens only the parts that have elements of it.
+Each rank reads the steps and payloads of its share of the parts, and one gather gives them to all ranks. A rank then opens only the parts
+with elements that it needs.
 
 Invariants:
-- Nothing of the other run is changed: its tiers are opened for reading, without their locks. It can go on, or be read again.
+- Nothing of the other run is changed: its tiers are opened for reading, without their locks. That run can go on, or be read again.
 - All parts are of one commit of all ranks. A rank that is missing is an error that names its directory.
 - A run that commits while it is read is an error: what was read may be of two steps."""
 
@@ -77,13 +78,13 @@ class _OfSnapshot(NamedTuple):
 
 
 class Commits:
-    """A commit of all ranks of another run. Every rank of this one makes it, and calls give(), at the same points.
+    """A commit of all ranks of another run. Every rank of this run constructs it, and calls give(), at the same points.
 
     Args:
         given: The directory of a job, as `PATH/JOB`, or a list of one for each path; or the directory of a snapshot.
         place: Where this run is.
         by: The part of Spillway that has committed.
-        holding_of: What the rank of a record holds; raises an error for facts without it.
+        holding_of: Returns what the rank of a record holds; raises an error if the facts do not say it.
 
     Attributes:
         step: Its step.

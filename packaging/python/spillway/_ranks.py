@@ -5,8 +5,8 @@ ranks have this one. Wherever a run is killed, its ranks are therefore at most o
 previous commit intact: its tier discards that commit with the first later write, or keeps it until the next commit begins. A failure on
 one rank raises an error on all ranks, so no rank waits for a failed one.
 
-A commit that all ranks have is never removed. A run begins anew only if no rank has more than the first commit of one round, which some
-ranks could not commit: it was never a commit of the run."""
+A commit that all ranks have is never removed. A run begins anew in one case only: no rank has more than its first commit, these commits are
+of one round, and some ranks have none. Such a commit was never one of the whole run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_NAMED = 4
 
 
 class Report(NamedTuple):
-    """What a rank tells the others: the call that it is in, its error there, and what the others use of its result."""
+    """The report of a rank to the others: the call that it is in, its error there, and the part of its result that the others use."""
 
     call: str
     trouble: str | None
@@ -52,8 +52,8 @@ def exchanged(
     call: str = "",
     cure: str = "",
 ) -> tuple[Any, list[Any]]:
-    """As `together`, in the same gather also told(result) of every rank. All ranks pass the same `call`: the program's call. `cure` ends
-    the message about a failure on another rank."""
+    """As `together`; the same gather also brings told(result) of every rank, which is returned. `call` names the call of the program, and
+    is the same on all ranks. `cure` ends the message about a failure on another rank."""
     if world == 1:
         value = work()
         return value, [told(value)]
@@ -147,7 +147,7 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, li
     The commits of a round of tiers have one tag. Tiers that were committed one by one have tags of their own."""
     shared = [set.intersection(*map(_commits, ranks)) for ranks in zip(*everyone)]
     common = set.intersection(*({step for step, _ in commits} for commits in shared))
-    # Two of them: some ranks have returned to the step before the last one, and others have not.
+    # If two steps are common, some ranks have returned to the step before the last one, and others have not.
     chosen = max((step for step in common if step is not None), default=None)
     if chosen is None and not (None in common and _is_first_round(everyone)):
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
@@ -171,7 +171,7 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, li
 
 
 def _is_first_round(everyone: list[list[tier.Steps]]) -> bool:
-    """True if the commits of all ranks are of one round, the first, and another rank has none. Numbers that differ are no round."""
+    """True if the last commits have one step, and in each tier one tag: then they are of one round. Ranks without a commit do not count."""
     steps = {steps.last for ranks in everyone for steps in ranks if steps.last is not None}
     tags = [{steps.last_tag for steps in ranks if steps.last is not None} for ranks in zip(*everyone)]
     return len(steps) <= 1 and all(len(of_tier) <= 1 for of_tier in tags)
@@ -187,7 +187,7 @@ def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:
 
 
 def _described(everyone: list[list[tier.Steps]]) -> str:
-    """What each rank has."""
+    """The commits of each rank, in words."""
 
     def of_tier(steps: tier.Steps) -> str:
         if steps.last is None:

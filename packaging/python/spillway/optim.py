@@ -353,7 +353,7 @@ class Prepared:
     optimizer: Fixed[_Optimizer] = Fixed("The optimizer of prepare().")
 
     def __init__(self, optimizer: _Optimizer, tensors: Tensors, shadow: Tensors | None = None, uint16_dtype: str | None = None):
-        # A step of a few elements takes no longer than a read of the fixed attribute.
+        # Twice: a read of the fixed attribute takes as long as a step of a few elements.
         self.optimizer = self._optimizer = optimizer
         self._table, self._held = tensor_table(optimizer, tensors, uint16_dtype, shadow)
         self._address, self._count = ctypes.addressof(self._table), len(self._table)

@@ -264,8 +264,8 @@ class Speculation(_NativeHandle):
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
     def bucket_squares(self) -> list[float]:
-        """Returns the sum of the squares of each bucket's scaled gradients, NaN of a bucket whose gradients are not finite. Call it after
-        local_result()."""
+        """Returns the sum of the squares of each bucket's scaled gradients; NaN for a bucket with a gradient that is not finite. Call it
+        after local_result()."""
         squares, count = (ctypes.c_double * self.buckets)(), ctypes.c_uint64()
         self._call("spw_spec_get_squares", squares, self.buckets, ctypes.byref(count))
         return list(squares)

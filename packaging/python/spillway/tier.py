@@ -51,8 +51,8 @@ class Tier(_NativeHandle):
         rank: Number of this process in the run.
         world: Number of processes of the run.
         mode: "auto" resumes a committed state and otherwise creates the tier, unless the rank's state is stored under
-            another host's name; "create" refuses a committed state; "resume" requires one; "read" reads one of any number of ranks,
-            beside other readers: nothing is created, written or locked.
+            another host's name; "create" refuses a committed state; "resume" requires one; "read" reads one, whatever its
+            `world`, also while others read it: nothing is created, written or locked.
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like
             "data", and also syncs directories.
         degraded: Open even if a path is missing; its extents are lost.

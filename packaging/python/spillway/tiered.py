@@ -3,7 +3,7 @@
 Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
-- A step that failed in one process is an error of all, and no commit has states of different steps.
+- If a step fails in one process, all raise an error, and no commit has states of different steps.
 - After a commit that succeeded in some processes only, none of them continues: their states are of different steps.
 - No tier of a chain begins a commit of the next round before all of them have ended theirs, in all processes.
 - A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
@@ -91,7 +91,7 @@ class Place(NamedTuple):
         call: str = "",
         cure: str = "",
     ) -> tuple[Any, list[Any]]:
-        """As together(), and what every process tells of its result by `told`. See _ranks.exchanged."""
+        """As together(); also returns told(result) of every process. See _ranks.exchanged."""
         return _ranks.exchanged(self.world, work, told, undo, self.group, call=call, cure=cure)
 
 
@@ -106,7 +106,7 @@ class Record(NamedTuple):
         by: The part of Spillway that has committed.
         facts: Its facts, as _values has them: what identifies the parameters, the layout, the counts.
         payload: Bytes of the program.
-        identity: What tells commits of one step apart. The commits of a round have the same one, in all processes.
+        identity: Distinguishes commits of one step. The commits of a round have the same identity, in all processes.
         rank, world: The process that has committed, and the number of processes."""
 
     by: str
@@ -139,7 +139,7 @@ class Record(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a process is about to commit: the number of the commit, the number of steps of the states, and what is stored beside them.
+    """The next commit of a process: its number, the number of steps of the states, and the values that are stored beside the states.
 
     Attributes:
         step, steps: Both are the same in all processes.
@@ -192,7 +192,7 @@ class Handles:
 
 
 def new_opening() -> str:
-    """What tells the commits of this run from those of others."""
+    """A random word that distinguishes the commits of this run from those of others."""
     return os.urandom(8).hex()
 
 
@@ -420,7 +420,7 @@ class Tiered:
         that have stepped must return to the last commit too.
 
         Args:
-            work: The step. It raises an error if it is refused or fails.
+            work: The step. It raises an error if the step is refused or fails.
             count: Returns the number of steps that the states have.
 
         Raises:
@@ -443,7 +443,7 @@ class Tiered:
 
         Without `wait` a thread of the library makes them durable beside the next steps. Each process has its own commit, which is returned.
         The states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for.
+        call waits: such a commit moves data off a path that failed. It also waits after a commit of the chain that was waited for.
 
         Args:
             prepare: Makes the states ready, and returns what is committed. An error in one process is an error in all, and nothing was
@@ -684,7 +684,7 @@ class Tiered:
             )
 
     def _check_apart(self) -> None:
-        """Raises TierError if the processes are apart. Comes before a report to the others, of which one may have ended."""
+        """Raises TierError if the processes are apart. Called before a report to the others, because one of them may have ended."""
         if self.apart:
             raise TierError(
                 f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "

@@ -1,5 +1,5 @@
-"""Proves that an attribute of a public object that can be set has an effect, that the others cannot be set, and that a repr tells the facts
-of an object without a call of the library."""
+"""Proves that each attribute of a public object that can be set has an effect, and that the others cannot be set. Proves too that a repr
+tells the facts of an object without a call of the library."""
 
 import copy
 import inspect
@@ -82,7 +82,7 @@ def test_a_misspelled_option_is_an_error(kind):
 
 
 def objects():
-    """Of each public class that holds something an object, with the public attributes that have an effect when they are set."""
+    """An object of each public class that holds something, with the public attributes that have an effect when they are set."""
     adam = spillway.Adam(lr=0.25)
     prepared = adam.prepare(tensors())
     tier = spillway.Tier([None], job="attributes")

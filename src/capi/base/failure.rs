@@ -5,9 +5,9 @@
 //!   of a thread's own data, in every round of them. A thread's place has no destructor of its own, so it never ends
 //!   before its thread.
 //! - The address of a thread's text stays valid until the thread ends: a later failure changes the text in place.
-//! - A number is that of one failure. What is no longer kept is not found; another failure never is.
-//! - A thread that ends frees its place: a key of the system does it. A place that a failure makes in the last round of
-//!   destructors is not freed.
+//! - A number belongs to one failure. If that failure is no longer kept, nothing is found, and never another failure.
+//! - The destructor of a pthread key frees the place of a thread that ends. A place that a failure makes in the last round
+//!   of destructors is not freed.
 
 use std::cell::Cell;
 use std::ffi::{CString, c_char, c_void};
@@ -29,7 +29,7 @@ pub struct Failure {
 
 type Kept = Arc<(u64, Failure)>;
 
-/// What a thread keeps.
+/// The last failure of a thread.
 struct Place {
     last: Kept,
     /// The message with a NUL, truncated.
@@ -104,7 +104,7 @@ pub fn c_string(text: &str) -> CString {
     CString::new(text.bytes().filter(|byte| *byte != 0).collect::<Vec<_>>()).unwrap_or_default()
 }
 
-/// Lets the end of this thread free the place. Without a key, of which the system has 1024, it is not freed.
+/// Has the place freed when this thread ends. Without a key, of which a process has 1024, the place is not freed.
 fn free_at_end(made: *mut Place) {
     if let Some(key) = key() {
         // SAFETY: an existing key, and a value that its destructor accepts.

@@ -23,21 +23,22 @@ pub enum spw_log_level {
 }
 
 /// Receives log messages, on a thread that is in a call of the library: see `spw_set_log`. `message` is valid during
-/// the call. It may call the library.
+/// the call. The function may call the library.
 pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, message: *const c_char)>;
 
 /// Chooses what becomes of messages up to `level` (an `spw_log_level`).
 ///
 /// - `log` receives them with `user`, at the end of the calls that the program makes, on the thread of the call. Messages
-///   of the library's own threads wait for such a call. So `log` never runs on a thread that the program did not make, but
-///   it runs on several of the program's threads at once if these call the library at once.
+///   of the library's own threads wait for such a call. So `log` runs on threads of the program only. It runs on several
+///   of them at once if they call the library at once.
 /// - `log` NULL keeps them for `spw_log_next`, which suits a program whose runtime calls the library from threads of its own.
 /// - `log` NULL and SPW_LOG_LEVEL_OFF restore the default. The library then writes at once to stderr, if the environment
 ///   variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else nowhere.
 ///
-/// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
-/// calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
-/// does not wait, and drops the messages that wait for that function. The caller must hold no lock that the previous function takes.
+/// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call returns after
+/// calls of the previous function in flight have returned. Then the previous `user` may be freed. A call from inside `log`
+/// does not wait; it drops the messages that wait for the previous function. The caller must hold no lock that the previous
+/// function takes.
 ///
 /// # Safety
 /// The library may call `log` with `user`, from any thread that calls it, until a later call of this function returns.
@@ -69,9 +70,9 @@ pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: 
     })
 }
 
-/// Takes the oldest message that waits, after `spw_set_log` with `log` NULL and a level. `level_out` receives its
-/// `spw_log_level`, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the message stays, and
-/// `needed_out` receives its bytes. The call never waits.
+/// Takes the oldest message that waits. Messages wait after `spw_set_log` with `log` NULL and a level. `level_out` receives
+/// the `spw_log_level` of the message, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the
+/// message stays, and `needed_out` receives the bytes of its text with the NUL. The call never waits.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_log_next(
     level_out: Out<i32>,

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use super::failure::{self, Failure};
 use crate::capi::prelude::*;
 
-/// Writes the message of one failed call, whatever thread asks. A failing call leaves the number `error` of its failure in
-/// errno; other calls change errno as they like. A runtime that moves its tasks from thread to thread reads errno together
-/// with the status, as its calls of C do: `status, err := C.spw_f()` in Go, captureCallState("errno") in Java, SetLastError in
-/// C#. `error` 0 is the last failed call of this thread.
+/// Writes the message of one failed call. Any thread may ask for it. A failing call stores the number of its failure in
+/// errno; pass that number as `error`. Any other call may change errno. So a runtime that moves tasks from thread to thread
+/// reads errno together with the status: by `status, err := C.spw_f()` in Go, captureCallState("errno") in Java, or
+/// SetLastError in C#. `error` 0 is the last failed call of this thread.
 ///
-/// The messages of the last 1024 failed calls of the process are kept. SPW_ERR_NOT_FOUND for an older one, and for a number
-/// that is none of a failed call.
+/// The messages of the last 1024 failed calls of the process are kept. The number of an older call, or of no failed call, is
+/// SPW_ERR_NOT_FOUND.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_error_text(
     error: i32,

@@ -25,8 +25,8 @@ pub extern "C" fn spw_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages that do not see macros. `name` is
-/// the name of its type, such as "spw_adam_options", and `size` the size of the caller's struct.
+/// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages without the macros of C. `name` is
+/// the name of its type, such as "spw_adam_options", and `size` is the size of the caller's struct.
 ///
 ///     spw_struct_init("spw_adam_options", &options, sizeof options);
 #[unsafe(no_mangle)]

@@ -56,8 +56,8 @@ pub struct spw_io_failure {
 }
 }
 
-/// Reads the details of a failed call and the path of its file, as the caller named it. `error` is that of
-/// `spw_error_text`, and 0 is the last failed call of this thread. If that call was no file operation, the path is empty
+/// Reads the details of a failed call and the path of its file, as the caller named it. `error` is a number as for
+/// `spw_error_text`; 0 is the last failed call of this thread. If that call was no file operation, the path is empty
 /// and the fields are 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_get_io_failure(

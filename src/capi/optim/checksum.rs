@@ -1,4 +1,4 @@
-//! Whether memory has changed.
+//! Checksums, by which a program finds out whether memory has changed.
 
 use std::ffi::c_void;
 
@@ -7,11 +7,11 @@ use crate::capi::prelude::*;
 use crate::optim::checksums;
 use crate::sys::try_vec;
 
-/// Writes a checksum of each of `count` pieces of memory to `sums_out`. Memory that a program has changed since has
-/// another one, up to a chance of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have
-/// any alignment, and may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in
-/// one pass. A checksum depends on the bytes alone. It is the XXH3-64 of up to 256 KiB. For more it is the XXH3-64 of
-/// the checksums of each 256 KiB, as little-endian words. After an error nothing is written.
+/// Writes a checksum of each of `count` pieces of memory to `sums_out`. After a change the checksum differs, except with a
+/// probability of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have any alignment, and
+/// may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in one pass. A checksum
+/// depends on the bytes alone. That of up to 256 KiB is their XXH3-64. That of more bytes is the XXH3-64 of the checksums
+/// of each 256 KiB, as little-endian words. After an error nothing is written.
 ///
 /// # Safety
 /// `data` and `bytes` point to `count` values, `sums_out` to room for as many. No other thread writes the memory during

@@ -51,10 +51,10 @@ pub struct spw_tensor {
     pub grad_dtype: u32,
     /// `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     pub copy_dtype: u32,
-    /// 1: what other code has written to param_copy counts. Before the step, each element of param that does not round to
-    /// its element of param_copy becomes that element, unless both are NaN. With bf16 either neighbour of a tie counts as
-    /// its rounding. For steps of tensors in host memory without
-    /// shadow spans that write param_copy at once. 0: param_copy is only written.
+    /// 1: the step first takes what other code has written to param_copy. Each element of param that does not round to its
+    /// element of param_copy becomes that element, unless both are NaN. With bf16 an element halfway between two values
+    /// rounds to either. Allowed for tensors in host memory without shadow spans, in steps that write param_copy at once.
+    /// 0: param_copy is only written.
     pub take_copy: u32,
     /// Number of elements. If it is 0, all other fields of the tensor are ignored.
     pub n: u64,

@@ -52,8 +52,8 @@ pub extern "C" fn spw_spec_local_result(
 }
 
 /// Writes the sum of squares of the scaled gradients of each bucket: at most `capacity` numbers to `squares_out`, and
-/// the number of buckets to `count_out`. It is NaN where a gradient is not finite. A caller uses it whose buckets count
-/// in several norms, or who adds them in an order of its own.
+/// the number of buckets to `count_out`. A sum is NaN if a gradient of its bucket is not finite. The function is for
+/// callers whose buckets count in several norms, or that add the sums in an order of their own.
 ///
 /// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
 #[unsafe(no_mangle)]

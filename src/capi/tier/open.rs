@@ -65,8 +65,8 @@ pub extern "C" fn spw_tier_end_turns(tier: Option<&spw_tier>) -> spw_status {
 /// stay allocated and unused for the rest of the process. Puts since the last commit are lost, and so are the errors of those
 /// that no call waited for; the next open finds the committed state.
 ///
-/// If a tiered update, a window, an export or a commit in the background uses the tier, this call waits for nothing: the
-/// library frees the tier when that has ended, and the streams of tickets may be in use until then.
+/// If a tiered update, a window, an export or a commit in the background uses the tier, this call waits for nothing. The
+/// library frees the tier when that use has ended. Until then the streams of tickets may be in use.
 ///
 /// SPW_ERR_DEADLINE: a file system did not respond to the close of the files within the I/O timeout, or within the rest of
 /// `timeout_ms`, at least 1 s. The close continues without the caller, and the lock is held until it ends.

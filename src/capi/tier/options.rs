@@ -22,9 +22,9 @@ pub enum spw_tier_mode {
     /// Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_MODE_RESUME = 2,
     /// Read the last committed step, or `at_step`, in directories. Nothing is created, written or locked, so several
-    /// processes may read at once; `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
-    /// SPW_ERR_UNSUPPORTED. A process that has the tier open is SPW_ERR_LOCKED; one of another machine may be
-    /// unseen.
+    /// processes may read at once. `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
+    /// SPW_ERR_UNSUPPORTED. If a process has the tier open otherwise, the open is SPW_ERR_LOCKED. A process of another
+    /// machine may go unnoticed.
     SPW_TIER_MODE_READ = 3,
 }
 

@@ -179,14 +179,14 @@ class _Group(dict):
 
 
 def _gathering(optimizer, place):
-    """See OptimizerStateStore: writes shards, and has Megatron gather the parameters of all data-parallel processes. With
-    overlap_param_gather too, the forward reads what was gathered, because Megatron gathers again after the next step only."""
+    """See OptimizerStateStore: writes shards, and has Megatron gather the parameters of all data-parallel processes. The forward reads what
+    was gathered, also with overlap_param_gather, because Megatron gathers again after the next step only."""
 
     def gathered(write):
         groups = _bucket_groups(optimizer)
         for group in groups:
             if group.param_gather_handle is not None:
-                # One in flight would write over the shards. Megatron waits for it, and begins none.
+                # A gather in flight would overwrite the shards. This call waits for it, and begins no other.
                 group.start_param_sync(force_sync=True)
         place.together(write)
         for group in groups:
@@ -196,7 +196,7 @@ def _gathering(optimizer, place):
 
 
 def _bucket_groups(optimizer):
-    """What Megatron gathers together of this optimizer's parameters. Other optimizers may be of other processes."""
+    """The groups of buckets that Megatron gathers, for this optimizer's parameters. Other optimizers may have other groups of processes."""
     own = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
     return [
         group

@@ -189,8 +189,8 @@ def range_of(name: str) -> tuple[str, int, int] | None:
 
 
 def held_in(buckets: list[Bucket]) -> list[list[Any]]:
-    """For each shard its parameter, the dtype, the first element and the number of those that the shard has, its bucket, and the first
-    element there. Plain data, which a commit stores."""
+    """For each shard: parameter, dtype, first element in the parameter, number of elements, bucket, and first element in the bucket. Plain
+    data, which a commit stores."""
     held = []
     for number, bucket in enumerate(buckets):
         at = 0
@@ -204,7 +204,7 @@ def held_in(buckets: list[Bucket]) -> list[list[Any]]:
 
 
 def holding_of(facts: Mapping[str, Any]) -> Holding:
-    """What the process with these facts of a commit holds."""
+    """The elements that a process holds, from the facts of its commit."""
     of: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]] = {}
     for name, dtype, start, count, number, at in facts["held"]:
         _, runs, pieces = of.setdefault(name, (dtype, [], []))

@@ -62,9 +62,10 @@ class OptimizerStateStore:
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
         swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `bf16_moments`. `split_master` is refused.
-        begin_from: With what a new store begins, instead of the masters: the last commit of another job, with any number of processes. Pass
+        begin_from: A new store begins with the last commit of this other job, with any number of processes, and not with the masters. Pass
             the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All processes read the
-            directories of all its ranks. Names of parameters are the same there, so tensor, pipeline and expert parallelism are too.
+            directories of all its ranks. Both jobs must have the same names of parameters, so the same tensor, pipeline and expert
+            parallelism.
 
     Attributes:
         resumed_step: The step at which the tier was resumed; None for a new store.
@@ -106,7 +107,7 @@ class OptimizerStateStore:
         if further.get("bf16_moments"):
             self._place.together(lambda: _check_rounded(self._buckets))
         self._digest = digest_of(self._buckets)
-        #: Calls a function that writes the weights of this process's shards in all processes; then the model has those of all.
+        #: Calls, in all processes, a function that writes the weights of the process's shards; then the model has all weights.
         self._gathering: Callable[[Callable[[], object]], None] = self._place.together
         self._moments = "bfloat16" if further.get("bf16_moments") else "float32"
         others: list[Commits] = []
@@ -156,7 +157,7 @@ class OptimizerStateStore:
         self.publish()
 
     def _facts(self) -> dict[str, Any]:
-        """What a commit stores beside the states."""
+        """The facts that a commit stores beside the states."""
         elements = [bucket.elements for bucket in self._buckets]
         return {"steps": self.steps, "shards": self._digest, "elements": elements, "moments": self._moments, "held": held_in(self._buckets)}
 

@@ -2,7 +2,7 @@
 events of any accelerator.
 
 The library reads gradients and writes weights in contiguous host memory: where they are, or, of tensors that are elsewhere or have other
-strides, as copies. A copy has the dtype of the gradient or the parameter. Its memory is used again at the next step."""
+strides, as copies. A copy has the dtype of the gradient or the parameter. The memory of a copy is used again at the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HostLink:
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def follow(self) -> None:
-        """Later copies to the host come after the caller's present work on the device, on whichever streams the caller has them started."""
+        """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""
 
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts the copy of a tensor to the host."""
@@ -85,13 +85,13 @@ class DeviceLink(HostLink):
     def __init__(self, device: torch.device):
         self._stream = torch.Stream(device=device)
         self._device = device
-        #: That of second copies. They wait for no copy to the host, and so for no backward; and the end of their last use.
+        #: The stream of second copies, and the end of their last use. They wait for no copy to the host, and so for no backward.
         self._early, self._placed = torch.Stream(device=device), None
         #: Streams of the caller that later copies to the host follow.
         self._followed: set[Any] = set()
 
     def follow(self) -> None:
-        """Later copies to the host come after the caller's present work on the device, on whichever streams the caller has them started."""
+        """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""
         self._followed.add(torch.accelerator.current_stream(self._device))
 
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class DeviceLink(HostLink):
         self._bring_all([tensor], [host])
 
     def has_room(self, size: int) -> bool:
-        """True if a quarter of what the program has never used holds so many bytes: its next batch may be larger."""
+        """True if so many bytes fit into a quarter of the memory that the program has never used. The rest is for larger batches."""
         return 4 * size <= unused_bytes(self._device)
 
     def second(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -133,7 +133,7 @@ class DeviceLink(HostLink):
             return None
         for tensor in made:
             tensor.record_stream(self._early)
-        # The memory may have been that of a tensor with which the device is not done.
+        # The device may still use a tensor that had this memory before.
         self._early.wait_stream(torch.accelerator.current_stream(self._device))
         return made
 
@@ -200,7 +200,7 @@ def is_copied(tensor: torch.Tensor) -> bool:
 
 def new_link(device: torch.device) -> HostLink:
     """A link with a stream of its own."""
-    # One without memory has nothing to copy.
+    # A device without memory has nothing to copy.
     return HostLink() if device.type in ("cpu", "meta") else DeviceLink(device)
 
 
@@ -210,8 +210,8 @@ class Taken(NamedTuple):
     Attributes:
         grad: The tensor that the parameter had.
         memory: Where the library reads its values.
-        facts: Those of gradient and parameter then.
-        sums: The sum of the gradient then; None if nobody asks."""
+        facts: The facts of gradient and parameter at the time of the copy.
+        sums: The sum of the gradient at that time; None if no caller needs it."""
 
     grad: torch.Tensor
     memory: torch.Tensor

@@ -1,7 +1,7 @@
-"""Writes to the values of state dicts of an optimizer whose states are on a tier.
+"""Detects writes to the values of state dicts of an optimizer whose states are on a tier.
 
 torch's own optimizers share their states with a state dict: a checkpoint that is loaded into its tensors is loaded into the optimizer. The
-values of a tier are copies, and such a load would be lost. It is an error of the next use of the states instead.
+values of a tier are copies, and such a load would be lost. Instead the next use of the states raises an error.
 
 A probe is a tensor without memory that has the version of a value: torch counts a write there, also after the program has dropped the value
 and its memory is free. A write by `.data` or numpy is not counted."""
@@ -18,7 +18,7 @@ from ._tensors import local
 
 
 class Given:
-    """The values that state dicts have, until the states are replaced."""
+    """The values in state dicts, until the states are replaced."""
 
     def __init__(self) -> None:
         self._probes: list[tuple[str, torch.Tensor, int, weakref.ref[torch.Tensor]]] = []
@@ -40,9 +40,9 @@ class Given:
                     "lose the write; pass the dict to load_state_dict() or set_optimizer_state_dict(), as after dcp.load(), or call "
                     "rollback() to return to the last commit; clone a value that is not to be loaded before you write to it"
                 )
-        # What nobody has any more is not written to.
+        # Values that were freed can no longer be written to.
         self._probes = [probe for probe in self._probes if probe[3]() is not None]
 
     def forget(self) -> None:
-        """The states were replaced: earlier values are those of nobody."""
+        """Forgets all values: the states were replaced, and writes to earlier values no longer matter."""
         self._probes = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Beyond(TypedDict, total=False):
-    """The keywords beyond torch; the module `spillway.torch` has their meanings."""
+    """The keywords beyond torch; the docstrings of the classes of `spillway.torch` describe them."""
 
     max_norm: float | None
     process_group: torch.distributed.ProcessGroup | None

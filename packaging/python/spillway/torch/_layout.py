@@ -90,7 +90,7 @@ def box_of(param: torch.Tensor) -> list[Any]:
 
 
 def holding_of(facts: dict[str, Any], names: list[str]) -> Holding:
-    """What the process with these facts holds. `names`: of the parameters, for messages."""
+    """The elements that a process holds, from the facts of its commit. `names`: the names of the parameters, for messages."""
     boxes, stateless = facts["boxes"], set(facts["stateless"])
     layout = Layout([0 if number in stateless else math.prod(sizes) for number, (_, _, _, sizes) in enumerate(boxes)], facts["most"])
     held = {}

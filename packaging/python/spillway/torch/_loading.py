@@ -1,4 +1,4 @@
-"""Hooks that one call of `load_state_dict` has."""
+"""A hook for one call of `load_state_dict`."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Self = TypeVar("_Self", bound="SpillwayOptimizer")
 #: What a copy of an optimizer has too, beside its states and its home.
 _KEPT = ("max_norm", "skip_nonfinite", "undo")
-#: The keywords beyond torch that a repr has also where they are the defaults.
+#: The keywords beyond torch that a repr shows even if they have their defaults.
 _ALWAYS_TOLD = ("max_norm", "master", "tier")
-#: Arguments that older versions of torch lack, with their defaults: they are passed where they are set.
+#: Arguments that older versions of torch lack, with their defaults. They are passed only if they are set.
 _NEWER = {"decoupled_weight_decay": False, "fused": None}
 
 
 def of_itself(method: _Method) -> _Method:
-    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place. Its tensors last."""
+    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place. `lasting` holds within it."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -480,8 +480,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
     @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer. After an error the
-        optimizer has the groups and states of before, except that a failed write to a tier leaves those to rollback()."""
+        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer. After an error its
+        groups and states are unchanged, except after a failed write to a tier: then call rollback()."""
         load = super().load_state_dict
 
         def by_torch(see: Callable[..., Any], keep: bool) -> tuple[list[dict[str, Any]], Any]:

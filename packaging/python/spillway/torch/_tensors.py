@@ -62,8 +62,8 @@ def name_of(group: dict[str, Any], number: int, place: int) -> str:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Tensors that are made inside of it live on: they are ordinary ones also in torch.inference_mode, whose own tensors can be written to
-    and compared by versions in that mode only. Gradients are off."""
+    """Tensors that are made inside of it are ordinary ones, also in torch.inference_mode: tensors of that mode have no versions, and can be
+    written to in that mode only. Gradients are off."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

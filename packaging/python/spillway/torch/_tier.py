@@ -418,7 +418,7 @@ class Reading:
             for key, to in values.items():
                 to.view(-1)[piece.start : piece.start + piece.count] = self._parts[key][piece.first : piece.first + piece.count]
         if MASTER in values and not self._on_tier.tiered.mixed:
-            # Here alone: the program may put back what it has written, before the next step.
+            # Only in the value that is read: the program may restore the parameter before the next step.
             take_values(values[MASTER], local(self._on_tier.params[number]).detach().cpu())
 
 

@@ -35,7 +35,7 @@ from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 _USUAL, _LEAST = 4 << 20, 4 << 10
 #: The author of the commits.
 _BY = "torch"
-#: What wrappers put into the names of parameters.
+#: The words that wrappers put into the names of parameters.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -48,9 +48,9 @@ class TierOptions(NamedTuple):
         host: Name of this machine, and of a directory below that; None: the host name.
         rank, world: Number of this process and of all processes; None: those of torch.distributed, else 0 and 1.
         resume: "auto" resumes a committed state and otherwise begins a new one; "create" refuses a committed state; "resume" requires one.
-        begin_from: With what a new state begins, instead of the parameters: the last commit of another job with any number of ranks. Pass
+        begin_from: A new state begins with the last commit of this other job, with any number of ranks, and not with the parameters. Pass
             the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All ranks must be able to
-            read all of it. It stays as it is; a tier with a commit of its own resumes that.
+            read all of it. The other job is unchanged. A tier with a commit of its own resumes that commit.
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
             syncs directories.
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
@@ -58,7 +58,7 @@ class TierOptions(NamedTuple):
         turns: Number of processes that use a device at a time, as for spillway.Tier; 0: any number.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds.
-        state_dicts: The directory of the values of state dicts, which have room there; None: that of the first path.
+        state_dicts: The directory for the values of state dicts, with room for them; None: the directory of the first path.
         process_group: The group of torch.distributed whose processes commit together; None: the default group."""
 
     paths: Any
@@ -184,7 +184,7 @@ class TierStates:
         self._agreed: dict[int, tuple[Any, Any]] = {}
         self._shapes, self._dtypes, self.count = [param.shape for param in self.params], [param.dtype for param in self.params], 0
         self._options = options
-        #: The commit of another run with which a new tier begins.
+        #: The commit of another run that a new tier begins with.
         self._begun_from: Commits | None = None
         self.tiered = Tiered(
             name,
@@ -198,7 +198,7 @@ class TierStates:
         )
 
     def _find(self, committed: Record | None) -> None:
-        """Before the update of a new tier is opened: finds with what it begins."""
+        """Before the update of a new tier is opened: finds the commit that the tier begins with."""
         if committed is None and self._options.begin_from is not None:
             place = self._options.place()
             self._begun_from = Commits(self._options.begin_from, place, _BY, lambda record: holding_of(record.facts, self.names))
@@ -417,7 +417,7 @@ class TierStates:
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:
-        """What a commit of the present states stores beside them. Raises as check_parameters(): no optimizer could resume."""
+        """The facts that a commit stores beside the present states. Raises as check_parameters(), because no optimizer could resume."""
         self.check_parameters()
         return self._facts([float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)])
 

@@ -17,38 +17,31 @@ use spillway::tier::recover::{Before, Steps};
 
 use super::Which;
 
-/// The tiers of all ranks of a job, and the step that all of them have.
+/// The tiers of all ranks of a job, and the commit that all of them have.
 pub(super) struct Ranks {
     found: Vec<Found>,
-    step: u64,
+    commit: Commit,
 }
 
+/// A step with the tag of its commit. The ranks of a run write one tag in a round; two rounds may have one step.
+type Commit = (u64, u64);
+
 impl Ranks {
-    /// Errors: the paths have several jobs, a rank is missing or has several hosts, or the ranks have no step in common.
+    /// Errors: the paths have several jobs, a rank is missing or has several hosts, or the ranks have no commit in common.
     pub fn find(which: &Which) -> Result<Ranks> {
         let found = complete(which.some()?)?;
-        let steps: Vec<Vec<u64>> =
+        let commits: Vec<Vec<Commit>> =
             found.iter().map(|one| Ok(known(&Tier::steps(&reading(one, None))?))).collect::<Result<_>>()?;
-        let common = |step: &&u64| steps.iter().all(|own| own.contains(*step));
-        match steps.first().and_then(|first| first.iter().filter(common).max()) {
-            Some(step) => Ok(Ranks { step: *step, found }),
-            None => {
-                let each = found
-                    .iter()
-                    .zip(&steps)
-                    .map(|(one, steps)| format!("rank {}: {steps:?}", one.owner.rank));
-                let message = format!(
-                    "the ranks have no committed step in common: {}",
-                    each.collect::<Vec<_>>().join(", ")
-                );
-                Err(TierError::at(TierKind::NoStep, job_of(&found), message))
-            }
+        let common = |commit: &&Commit| commits.iter().all(|own| own.contains(*commit));
+        match commits.first().and_then(|first| first.iter().filter(common).max()) {
+            Some(commit) => Ok(Ranks { commit: *commit, found }),
+            None => Err(TierError::at(TierKind::NoStep, job_of(&found), apart(&found, &commits))),
         }
     }
 
     /// The step.
     pub fn step(&self) -> u64 {
-        self.step
+        self.commit.0
     }
 
     /// Number of ranks.
@@ -58,22 +51,59 @@ impl Ranks {
 
     /// Writes a new directory: `write` gets each tier with its rank, and a place in the directory.
     pub fn write(&self, to: &Path, mut write: impl FnMut(&Found, Tier, &Path) -> Result<()>) -> Result<()> {
-        if to.symlink_metadata().is_ok() {
-            return Err(failed(to, &io::ErrorKind::AlreadyExists.into()));
-        }
         let partial = added(to, ".partial");
+        for taken in [to, &partial] {
+            if taken.symlink_metadata().is_ok() {
+                return Err(Error::invalid(
+                    "TO",
+                    format!("{} exists; remove it, or name another place", taken.display()),
+                ));
+            }
+        }
         made(&partial)?;
         let written = self
             .found
             .iter()
-            .try_for_each(|found| write(found, Tier::open(reading(found, Some(self.step)))?, &partial));
-        let renamed = written.and_then(|()| fs::rename(&partial, to).map_err(|error| failed(to, &error)));
+            .try_for_each(|found| write(found, Tier::open(reading(found, Some(self.commit)))?, &partial));
+        let renamed = written.and_then(|()| named(&partial, to));
         if renamed.is_err() {
             // The first error counts.
             let _ = fs::remove_dir_all(&partial);
         }
         renamed
     }
+}
+
+/// Gives a directory its name, after its entries are on the device.
+fn named(partial: &Path, to: &Path) -> Result<()> {
+    let sync = |directory: &Path| {
+        fs::File::open(directory)
+            .and_then(|opened| opened.sync_all())
+            .map_err(|error| failed(directory, &error))
+    };
+    sync(partial)?;
+    fs::rename(partial, to).map_err(|error| failed(to, &error))?;
+    // A path of one name has an empty parent.
+    sync(to.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+}
+
+/// Why the ranks have no commit in common.
+fn apart(found: &[Found], commits: &[Vec<Commit>]) -> String {
+    let steps: Vec<Vec<u64>> =
+        commits.iter().map(|own| own.iter().map(|(step, _)| *step).collect()).collect();
+    let same = steps
+        .first()
+        .and_then(|first| first.iter().filter(|step| steps.iter().all(|own| own.contains(*step))).max());
+    if let Some(step) = same {
+        return format!(
+            "the ranks have different commits of step {step}: their payloads begin otherwise; copy each rank by --rank"
+        );
+    }
+    let each = found.iter().zip(&steps).map(|(one, steps)| format!("rank {}: {steps:?}", one.owner.rank));
+    let each = each.collect::<Vec<_>>().join(", ");
+    format!(
+        "the ranks have no committed step in common: {each}; resume the run, so that all ranks commit one step"
+    )
 }
 
 fn made(directory: &Path) -> Result<()> {
@@ -91,15 +121,16 @@ fn failed(path: &Path, error: &io::Error) -> Error {
     IoError::of(error, Doing::Writing, path.to_string_lossy()).into()
 }
 
-fn known(steps: &Steps) -> Vec<u64> {
+fn known(steps: &Steps) -> Vec<Commit> {
     let before = if let Before::Step(step) = steps.before { Some(step) } else { None };
-    [steps.last, before].into_iter().flatten().collect()
+    [steps.last, before].into_iter().zip(steps.tags).filter_map(|(step, tag)| Some((step?, tag))).collect()
 }
 
-fn reading(found: &Found, at_step: Option<u64>) -> TierOptions {
+fn reading(found: &Found, at: Option<Commit>) -> TierOptions {
     TierOptions {
         mode: Mode::Read,
-        at_step,
+        at_step: at.map(|(step, _)| step),
+        at_tag: at.map_or(0, |(_, tag)| tag),
         ..TierOptions::new(found.owner.clone(), found.bases.iter().cloned())
     }
 }
@@ -123,18 +154,20 @@ fn complete(mut found: Vec<Found>) -> Result<Vec<Found>> {
     let worlds = found.iter().filter_map(|one| one.superblock.as_ref()).map(|superblock| superblock.world);
     let world = worlds.max().unwrap_or(0);
     let there = |rank: &u32| found.iter().any(|one| one.owner.rank == *rank && one.superblock.is_some());
-    let missing: Vec<String> = (0..world)
-        .filter(|rank| !there(rank))
-        .take(8)
-        .map(|rank| format!("{job}/HOST/rank-{rank}"))
-        .collect();
-    if missing.is_empty() && world > 0 {
+    let missing: Vec<u32> = (0..world).filter(|rank| !there(rank)).collect();
+    if world == 0 {
+        let message = "no superblock of a rank can be read; pass the directories of all ranks";
+        return Err(TierError::at(TierKind::NoState, job, message.to_string()));
+    }
+    if missing.is_empty() {
         return Ok(found);
     }
+    let named: Vec<String> = missing.iter().take(8).map(|rank| format!("{job}/HOST/rank-{rank}")).collect();
+    let more = if missing.len() > named.len() { ", ..." } else { "" };
     let message = format!(
-        "{} of {world} ranks cannot be read: {}; pass the directories of all ranks",
+        "{} of {world} ranks cannot be read: {}{more}; pass the directories of all ranks",
         missing.len(),
-        missing.join(", ")
+        named.join(", ")
     );
     Err(TierError::at(TierKind::NoState, job, message))
 }

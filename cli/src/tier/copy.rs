@@ -1,6 +1,7 @@
 //! `spillway tier snapshot`, `export` and `import`.
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -191,7 +192,8 @@ pub fn export(options: &ExportOptions) -> Result<()> {
 fn write_index(path: &Path, index: &Index) -> Result<()> {
     let failed = |error: std::io::Error| IoError::of(&error, Doing::Writing, path.to_string_lossy());
     let text = serde_json::to_string_pretty(index).map_err(|error| Error::Internal(error.to_string()))?;
-    std::fs::write(path, text).map_err(failed)?;
+    let mut file = std::fs::File::create(path).map_err(failed)?;
+    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;
     Ok(())
 }
 

@@ -473,6 +473,49 @@ fn all_ranks_are_copied_at_the_step_that_they_have_in_common_and_nothing_of_them
     }
 }
 
+#[test]
+fn commits_of_two_rounds_with_one_step_are_told_apart() {
+    let made = Made::new("tier-two-rounds");
+    let open = |rank: u32| made.open(rank, if rank == 0 { Mode::Resume } else { Mode::Create });
+    let round = |tier: &Tier, payload: &str| tier.commit(8, payload.as_bytes()).expect("it commits");
+    for rank in 0..4 {
+        let tier = open(rank);
+        commit(&tier, 7);
+        round(&tier, if rank == 0 { "the first round" } else { "the second round" });
+        tier.close(None).expect("it closes");
+    }
+    // A step before that is common, and an older one than what each rank has.
+    let to = made.root.join("older");
+    assert!(made.succeed("snapshot", &[&to], &["--all-ranks"]).contains("step 7"));
+
+    for rank in 0..4 {
+        let tier = made.open(rank, Mode::Resume);
+        round(&tier, if rank == 0 { "the first round" } else { "the second round" });
+        tier.close(None).expect("it closes");
+    }
+    let said = made.fails("snapshot", &[&made.root.join("none")], &["--all-ranks"]);
+    assert!(said.contains("different commits of step 8") && said.contains("--rank"), "{said}");
+
+    let tier = made.open(0, Mode::Resume);
+    round(&tier, "the second round");
+    tier.close(None).expect("it closes");
+    assert!(made.succeed("export", &[&made.root.join("same")], &["--all-ranks"]).contains("step 8"));
+}
+
+#[test]
+fn what_an_interrupted_copy_has_left_is_named_with_a_cure() {
+    let made = Made::new("tier-left");
+    for rank in 1..4 {
+        let tier = made.open(rank, Mode::Create);
+        [6, 7].iter().for_each(|step| commit(&tier, *step));
+        tier.close(None).expect("it closes");
+    }
+    let to = made.root.join("copy");
+    fs::create_dir(made.root.join("copy.partial")).expect("it is new");
+    let said = made.fails("snapshot", &[&to], &["--all-ranks"]);
+    assert!(said.contains("copy.partial exists; remove it") && !to.exists(), "{said}");
+}
+
 /// Every file below a directory, with its bytes.
 fn everything(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let mut found = Vec::new();

@@ -14,7 +14,7 @@ use super::directory::{Owner, enter, is_absence};
 use super::storage::{FilePair, LOCK, SUPERBLOCKS, Storage, failed, locked};
 use crate::error::{Doing, Error, Result};
 use crate::io::file::File;
-use crate::sys::file::Access;
+use crate::sys::file::{self, Access};
 use crate::sys::lock::FileLock;
 use crate::sys::private_files::{GivenDirectory, OpenFlags, PrivateDirectory};
 
@@ -42,7 +42,8 @@ pub(super) fn open(base: &Path, owner: &Owner, direct: bool) -> Result<Option<Re
         return Err(locked(&path, &format!("{holder}; a tier is read after its program has closed it")));
     }
     let storage = ReadStorage { path, rank, direct };
-    Ok(storage.len(SUPERBLOCKS[0])?.is_some().then_some(storage))
+    let found = [storage.len(SUPERBLOCKS[0])?, storage.len(SUPERBLOCKS[1])?];
+    Ok(found.iter().any(Option::is_some).then_some(storage))
 }
 
 impl Storage for ReadStorage {
@@ -50,10 +51,16 @@ impl Storage for ReadStorage {
         self.path.to_string_lossy().into_owned()
     }
 
-    fn open(&self, file: &str) -> Result<FilePair> {
+    fn open(&self, name: &str) -> Result<FilePair> {
+        // A copy of the superblock that is lost reads as blank: the other one tells what was committed.
+        let lost = SUPERBLOCKS.contains(&name) && self.len(name)?.is_none();
         let want = |direct| OpenFlags { read: true, direct, ..OpenFlags::default() };
-        let open = |direct| self.rank.open(file, want(direct));
-        let reader = Arc::new(File::open_with(&self.path.join(file), Access::Read, self.direct, open)?);
+        let open = |direct| match lost {
+            true => file::in_memory(),
+            false => self.rank.open(name, want(direct)),
+        };
+        let direct = self.direct && !lost;
+        let reader = Arc::new(File::open_with(&self.path.join(name), Access::Read, direct, open)?);
         Ok(FilePair { writer: Arc::clone(&reader), reader })
     }
 

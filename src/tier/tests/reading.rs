@@ -59,6 +59,27 @@ fn several_readers_find_either_commit_and_change_no_byte() {
 }
 
 #[test]
+fn a_tier_that_has_lost_a_copy_of_its_superblock_is_read_by_the_other() {
+    for lost in ["superblock.0", "superblock.1"] {
+        let (dir, bases) = bases();
+        let tier = Tier::open(options(&bases)).unwrap();
+        (1..=2).for_each(|number| step(&tier, number).unwrap());
+        drop(tier);
+        for path in everything(dir.path()).into_keys().filter(|path| path.ends_with(lost)) {
+            fs::remove_file(path).unwrap();
+        }
+        let before = everything(dir.path());
+        let tier = Tier::open(reading(&bases)).unwrap();
+        let found = [1, 2].into_iter().find(|step| is_at(&tier, *step));
+        tier.close(PATIENCE).unwrap();
+        assert!(everything(dir.path()) == before, "a reader has changed a file");
+        let owner = Tier::open(TierOptions { mode: Mode::Resume, ..options(&bases) }).unwrap();
+        let resumed = [1, 2].into_iter().find(|step| is_at(&owner, *step));
+        assert!(found.is_some() && found == resumed, "{lost}: read {found:?}, resumed {resumed:?}");
+    }
+}
+
+#[test]
 fn what_is_missing_or_in_use_is_not_read() {
     let (_dir, bases) = bases();
     assert_eq!(kind(Tier::open(reading(&bases))).0, Some(TierKind::NoState));

@@ -5,11 +5,11 @@ use std::fmt::Write;
 use std::str::FromStr;
 
 use spillway::error::{Error, Result};
-use spillway_planner::interleave::choose::{Choice, Mode, choose};
+use spillway_planner::interleave::choose::{Choice, Mode, choose, within};
 use spillway_planner::interleave::memory::{Bytes, bytes};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::share::{self, Balance};
-use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use spillway_planner::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
 
 use super::report::{size, table};
 use super::stdout;
@@ -32,6 +32,9 @@ pub struct Options {
     /// Number of subgroups whose state stays on the GPU.
     #[arg(long, default_value_t = 0)]
     pub residents: usize,
+    /// Free GPU memory, GB: as many residents as fit, and slots if they gain more than the residents in their place.
+    #[arg(long, conflicts_with_all = ["residents", "mode"])]
+    pub free_memory: Option<f64>,
     /// CPU step, billions of parameters per second.
     #[arg(long, default_value_t = 2.0)]
     pub cpu: f64,
@@ -53,8 +56,8 @@ pub struct Options {
     /// The link transfers in one direction at a time.
     #[arg(long)]
     pub half_duplex: bool,
-    /// Number of state buffers on the GPU.
-    #[arg(long, default_value_t = 2)]
+    /// Number of state buffers on the GPU, 12 bytes per parameter of a subgroup each.
+    #[arg(long, default_value_t = DEFAULT_SLOTS)]
     pub slots: usize,
     /// Parameters per copy, in millions.
     #[arg(long, default_value_t = 16.0)]
@@ -117,6 +120,17 @@ impl Options {
         Ok(Shape { chunk, slots: self.slots, transfer_dtype: self.wire, gpu_grads, ..shape })
     }
 
+    /// The plan of the options.
+    pub fn plan(&self, shape: &Shape) -> Result<Choice> {
+        match self.free_memory {
+            None => self.choose(shape, self.mode),
+            Some(free) if free >= 0.0 => {
+                Ok(within(shape, &self.rates(), (free * GIGA) as u64, self.backward)?)
+            }
+            Some(_) => Err(Error::invalid("free-memory", "must not be negative")),
+        }
+    }
+
     pub fn choose(&self, shape: &Shape, mode: Mode) -> Result<Choice> {
         Ok(choose(shape, &self.rates(), self.residents, self.backward, mode)?)
     }
@@ -125,7 +139,7 @@ impl Options {
 /// Prints the plan; `json`: as one JSON object.
 pub fn run(options: &Options, json: bool) -> Result<()> {
     let (shape, rates) = (options.shape()?, options.rates());
-    let chosen = options.choose(&shape, options.mode)?;
+    let chosen = options.plan(&shape)?;
     let found = bytes(&shape, &chosen.plan);
     let serial = shape.total() as f64 / share::serial_throughput(&rates);
     if json {

@@ -20,7 +20,7 @@ pub struct Options {
 
 pub fn run(options: &Options) -> Result<()> {
     let shape = options.plan.shape()?;
-    let chosen = options.plan.choose(&shape, options.plan.mode)?;
+    let chosen = options.plan.plan(&shape)?;
     let trace = trace::of_prediction(&chosen.prediction);
     std::fs::write(&options.output, trace.to_json())
         .map_err(|error| Error::system("writing the file of --output", &error))?;

@@ -94,10 +94,31 @@ fn plan_gives_the_papers_figures_in_a_table_and_as_json() {
 }
 
 #[test]
+fn plan_fills_free_memory_with_residents() {
+    let counted = |options: &[&str]| {
+        let json = succeed(spillway().args(["plan", "--json"]).args(options), TIMEOUT);
+        let report: Value = serde_json::from_str(&json).expect("it is JSON");
+        (report["residents"].clone(), report["on_gpu"] != 0)
+    };
+    assert_eq!(counted(&["--free-memory", "60"]), (50.into(), false));
+    // 3 slots of 1.2 GB, and 6.4 GB for residents.
+    assert_eq!(counted(&["--free-memory", "10"]), (5.into(), true));
+    assert_eq!(counted(&["--free-memory", "10", "--slots", "2"]), (6.into(), true));
+    assert_eq!(counted(&["--free-memory", "10", "--link", "3"]), (8.into(), false));
+    let refused = run(spillway().args(["plan", "--free-memory", "10", "--residents", "3"]), TIMEOUT);
+    assert!(refused.code != Some(0) && refused.stderr.contains("residents"), "{}", refused.stderr);
+}
+
+#[test]
 fn plan_refuses_what_it_cannot_plan() {
-    for wrong in
-        [["--cpu", "0"], ["--mode", "stride"], ["--wire", "f64"], ["--residents", "51"], ["--slots", "0"]]
-    {
+    for wrong in [
+        ["--cpu", "0"],
+        ["--mode", "stride"],
+        ["--wire", "f64"],
+        ["--residents", "51"],
+        ["--slots", "0"],
+        ["--free-memory", "-1"],
+    ] {
         let refused = run(spillway().arg("plan").args(wrong), TIMEOUT);
         assert!(refused.code != Some(0) && !refused.stderr.is_empty(), "{wrong:?}");
     }

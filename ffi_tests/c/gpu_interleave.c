@@ -142,6 +142,67 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetc
     CHECK(fake_count("fakecuda_races", ORDINAL) == 0);
 }
 
+// Without a plan of the caller, the update makes subgroups resident in the memory that is free after two steps.
+static void takes_free_memory_for_residents(spw_gpu *gpu) {
+    take_memory(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    spw_interleave_subgroup subgroups[SUBGROUPS];
+    describe(subgroups, SPW_TRANSFER_DTYPE_NATIVE);
+    const spw_interleave_options options = options_of(gpu, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    spw_interleave *update = NULL;
+    CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
+    const spw_interleave_rates rates = {.struct_size = sizeof rates, .cpu = 2e9, .gpu = 25e9, .h2d = 1e9, .d2h = 1e9};
+    CHECK_OK(spw_interleave_calibrate(update, &rates));
+    uint32_t sites[SUBGROUPS], changed = 9;
+    for (uint64_t number = 1; number <= 3; number++) {
+        backward(update, 0);
+        step(update, number);
+        forward(update);
+        CHECK_OK(spw_interleave_drain(update));
+        CHECK_OK(spw_interleave_replan(update, 0, &changed));
+        CHECK_OK(spw_interleave_get_plan(update, sites));
+        CHECK(changed == (number == 2));
+        for (int i = 0; i < SUBGROUPS; i++) CHECK(sites[i] == (number < 2 ? SPW_PLACEMENT_CPU : SPW_PLACEMENT_RESIDENT));
+    }
+    CHECK_OK(spw_interleave_close(update));
+    give_memory_back();
+    CHECK(fake_count("fakecuda_races", ORDINAL) == 0);
+}
+
+static int too_few;
+
+static void count_lines(void *user, int32_t level, const char *message) {
+    (void)user;
+    too_few += level == SPW_LOG_LEVEL_WARN && strstr(message, "holds 2 of the 4 subgroups") != NULL;
+}
+
+// Subgroups without memory are on the CPU, with one line in the log, and steps go on.
+static void steps_on_the_cpu_without_memory(spw_gpu *gpu) {
+    take_memory(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    spw_interleave_subgroup subgroups[SUBGROUPS];
+    describe(subgroups, SPW_TRANSFER_DTYPE_NATIVE);
+    const spw_interleave_options options = options_of(gpu, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    spw_interleave *update = NULL;
+    CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
+    CHECK_OK(spw_set_log(count_lines, NULL, SPW_LOG_LEVEL_WARN));
+    ((void (*)(uint32_t, uint64_t))fake_symbol("fakecuda_leave"))(ORDINAL, 12 * (700 + 1024 + 1000));
+    const uint32_t wanted[SUBGROUPS] = {2, 0, 0, 2, 2, 2}, expected[SUBGROUPS] = {0, 0, 0, 0, 2, 2};
+    uint32_t sites[SUBGROUPS];
+    CHECK_OK(spw_interleave_set_plan(update, wanted, SUBGROUPS));
+    CHECK_OK(spw_interleave_get_plan(update, sites));
+    CHECK(memcmp(sites, expected, sizeof sites) == 0 && too_few == 1);
+    for (uint64_t number = 1; number <= 2; number++) {
+        backward(update, 0);
+        step(update, number);
+        forward(update);
+    }
+    CHECK(too_few == 1);
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
+    CHECK_OK(spw_interleave_close(update));
+    ((void (*)(uint32_t, uint64_t))fake_symbol("fakecuda_leave"))(ORDINAL, UINT64_C(1) << 34);
+    give_memory_back();
+    CHECK(fake_count("fakecuda_races", ORDINAL) == 0);
+}
+
 static void refusals(spw_gpu *gpu) {
     take_memory(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     spw_interleave_subgroup subgroups[SUBGROUPS];
@@ -181,6 +242,8 @@ int main(void) {
     trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
     trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
     trains_with_the_same_bits(gpu, HOME, 1, SPW_DTYPE_F32, SPW_DTYPE_BF16, 12);
+    takes_free_memory_for_residents(gpu);
+    steps_on_the_cpu_without_memory(gpu);
     refusals(gpu);
     FAKE("cuStreamDestroy_v2", stream);
     CHECK_OK(spw_gpu_close(gpu));

@@ -99,7 +99,9 @@ typedef struct spw_interleave_options {
     uint32_t transfer_dtype;
     // 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     uint32_t fetch_gradients;
-    // Number of state buffers on the GPU, at most 8; 0: 2.
+    // Number of state buffers on the GPU, at most 8; 0: 3. Each takes 12 bytes per parameter of the largest subgroup,
+    // and the bytes of a fetched gradient. A plan takes at most as many as it has SPW_PLACEMENT_GPU subgroups. With 2,
+    // prefetches wait for flushes.
     uint32_t slots;
     // `spw_dtype` of all gradients.
     uint32_t grad_dtype;
@@ -179,7 +181,8 @@ spw_status spw_interleave_open(const spw_interleave_options *options,
 
 // Sets the plan of the next step: `count` values of `spw_placement`, one per subgroup. SPW_ERR_BUSY from the first
 // gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
-// GPU and back.
+// GPU and back. It allocates the memory of residents and slots before anything moves. If the GPU has too little, the
+// first residents, or all SPW_PLACEMENT_GPU subgroups, are on the CPU instead, with one line in the log.
 spw_status spw_interleave_set_plan(const spw_interleave *interleave,
                                    const uint32_t *placements,
                                    uint64_t count);
@@ -241,9 +244,14 @@ spw_status spw_interleave_calibrate(const spw_interleave *interleave,
                                     const spw_interleave_rates *rates);
 
 // Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
-// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
-// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
-// before it.
+// than 2 percent. A plan is given up if steps with it take longer than without it. `backward` is the time in seconds of
+// the backward pass that overlaps with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0.
+// Call `spw_interleave_calibrate` before it.
+//
+// If `spw_interleave_set_plan` was not called, the number of residents is chosen after two steps. As many of the last
+// subgroups become resident as fit in the device memory that is free then, 12 bytes per parameter. A tenth of the
+// device's memory stays free for the framework, and slots have room if fetching gains more than they cost. Otherwise
+// the number of residents is that of the plan that was set.
 spw_status spw_interleave_replan(const spw_interleave *interleave,
                                  double backward,
                                  uint32_t *changed_out);

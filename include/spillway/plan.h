@@ -53,7 +53,7 @@ typedef struct spw_plan_shape {
     uint32_t transfer_dtype;
     // 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     uint32_t fetch_gradients;
-    // Number of state buffers on the GPU, at most 8; 0: 2.
+    // Number of state buffers on the GPU, at most 8; 0: 3. See `spw_interleave_options`.
     uint32_t slots;
     // Number of subgroups, at most 65536.
     uint64_t count;

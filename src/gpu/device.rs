@@ -188,19 +188,26 @@ impl Device {
             // SAFETY: the last byte is 0.
             Ok(unsafe { CStr::from_ptr(bytes.as_ptr()) }.to_string_lossy().into_owned())
         };
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: both pointers are valid.
-        let outcome = unsafe { (table.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
-        self.check(outcome, || format!("reading the memory size of GPU {}", self.ordinal))?;
+        let (free_bytes, memory_bytes) = self.memory()?;
         Ok(DeviceInfo {
             name: text(table.cuDeviceGetName)?,
             pci: text(table.cuDeviceGetPCIBusId)?.to_ascii_lowercase(),
             capability: self.capability()?,
             multiprocessors: self.attribute(MULTIPROCESSORS)?,
             copy_engines: self.attribute(COPY_ENGINES)?,
-            memory_bytes: total as u64,
-            free_bytes: free as u64,
+            memory_bytes,
+            free_bytes,
         })
+    }
+
+    /// Bytes of device memory that are free now, and of all device memory.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let _current = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both pointers are valid.
+        let outcome = unsafe { (self.table().cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
+        self.check(outcome, || format!("reading the memory size of GPU {}", self.ordinal))?;
+        Ok((free as u64, total as u64))
     }
 
     fn capability(&self) -> Result<u32> {

@@ -402,6 +402,13 @@ pub unsafe extern "C" fn fakecuda_uploaded(ordinal: u32) -> u64 {
     gpu::lock(ordinal).uploaded
 }
 
+/// Leaves a device this number of free bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_leave(ordinal: u32, bytes: u64) {
+    let mut gpu = gpu::lock(ordinal);
+    gpu.limits.memory_bytes = gpu.memory_used() + bytes;
+}
+
 /// Instructions of all threads of all kernels that ran.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_instructions(ordinal: u32) -> u64 {

@@ -2,13 +2,17 @@
 results are bit-identical to steps on the CPU alone.
 
     update = spillway.Interleave([Subgroup(param, exp_avg, exp_avg_sq, grad, param_copy), ...], gpu=gpu)
-    update.set_plan(spillway.plan(rates, sizes).placements)
+    update.calibrate(rates)
     for batch in batches:
         for subgroup in as_gradients_come:
             update.grad_ready(subgroup, stream)
         update.begin(adam, stream=stream)
         for subgroup in as_forward_needs_them:
             update.stream_wait_params(subgroup, stream)
+        update.replan()
+
+After two steps replan() makes subgroups resident in the device memory that is free, and later fetches others if that is
+faster. set_plan() gives the placements, and so the number of residents, instead.
 
 With a GPU the update uses seven CUDA streams. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts; otherwise the
 streams share hardware queues and wait for each other. A stream that is None is torch's current one.
@@ -151,7 +155,8 @@ class Interleave(_NativeHandle):
         transfer_dtype: How gradients reach the host: "native" in the model's 16 bits, "f32" widened on the GPU,
             "delivered" by the caller, into host_grad.
         fetch_gradients: The GPU reads the gradients of its subgroups from host memory.
-        slots: Number of state buffers on the GPU; 0: 2.
+        slots: Number of state buffers on the GPU; 0: 3. Each takes 12 bytes per parameter of the largest subgroup, and the bytes of a
+            fetched gradient.
         chunk: Parameters per copy; 0: 16 Mi.
         uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
 
@@ -207,7 +212,8 @@ class Interleave(_NativeHandle):
         return {"subgroups": len(self), "gpu": self._gpu, "transfer_dtype": self._transfer_dtype}
 
     def set_plan(self, placements: Sequence[str]) -> None:
-        """Sets the processor of each subgroup from the next step on.
+        """Sets the processor of each subgroup from the next step on. A subgroup for which the GPU has no memory is on the CPU
+        instead, see get_plan().
 
         Args:
             placements: For each subgroup "cpu", "gpu", or "resident" (states move to the GPU)."""
@@ -290,7 +296,11 @@ class Interleave(_NativeHandle):
         self._call("spw_interleave_calibrate", ctypes.byref(_rates(rates)))
 
     def replan(self, backward: float = 0.0) -> bool:
-        """Adopts a better plan for the next step if the measured times show one.
+        """Adopts a better plan for the next step if the measured times show one, and gives up one that is slower than steps
+        without it.
+
+        If set_plan() was not called, the number of residents is chosen after two steps: as many of the last subgroups
+        as fit in the device memory that is free then, 12 bytes per parameter. A tenth of the memory stays free.
 
         Args:
             backward: Seconds of the backward pass that the update overlaps.

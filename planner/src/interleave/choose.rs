@@ -5,8 +5,9 @@
 //! grid of numbers is tried, then finer grids around the best number.
 #![forbid(unsafe_code)]
 
+use super::memory::{bytes, residents_in};
 use super::model::{self, Prediction};
-use super::placements::Plan;
+use super::placements::{Placement, Plan};
 use super::{Rates, Shape, share};
 use crate::error::Result;
 
@@ -51,6 +52,18 @@ pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mod
     };
     let prediction = model::predict(shape, rates, &plan, backward)?;
     Ok(Choice { plan, prediction })
+}
+
+/// The plan with the shortest predicted time that needs at most `room` bytes of GPU memory: residents alone, or
+/// residents beside slots. Residents come first, since they need no transfer.
+pub fn within(shape: &Shape, rates: &Rates, room: u64, backward: f64) -> Result<Choice> {
+    let alone = choose(shape, rates, residents_in(shape, room), backward, Mode::Count(0))?;
+    // What a plan needs beside its residents: slots, and the gradients of fetched subgroups.
+    let fetching = Plan::even(shape.count(), shape.slots.min(shape.count()), 0)?;
+    let Some(rest) = room.checked_sub(bytes(shape, &fetching).slots) else { return Ok(alone) };
+    let beside = best(shape, rates, residents_in(shape, rest), backward)?;
+    let fetches = beside.plan.count_on(Placement::Gpu) > 0;
+    Ok(if fetches && beside.prediction.exposed < alone.prediction.exposed { beside } else { alone })
 }
 
 /// Tries numbers of GPU subgroups. A tie goes to the number tried first; within a grid that is the smallest, which
@@ -199,6 +212,39 @@ mod tests {
             let best = (0..256).map(seconds).fold(f64::INFINITY, f64::min);
             assert!(chosen <= best * 1.02, "{chosen} over {best}: {rates:?} {shape:?}");
         }
+    }
+
+    #[test]
+    fn residents_come_first_and_slots_only_where_fetching_gains_more() {
+        let shape = Shape { transfer_dtype: TransferDtype::Native, ..Shape::uniform(20, 100_000_000) };
+        let letters = |rates: &Rates, room| within(&shape, rates, room, 0.0).unwrap().plan.letters();
+        let of = |subgroups: u64| subgroups * 1_200_000_000;
+        let busy = Rates { dram: 100e9, ..H100 };
+        assert_eq!(letters(&H100, of(20)), "R".repeat(20));
+        // Too little for the slots.
+        assert_eq!(letters(&H100, of(3) - 1), "c".repeat(18) + "RR");
+        // A link slower than the CPU's step gains nothing, so all the memory goes to residents.
+        let slow = Rates { h2d: 1.2e9, d2h: 1.2e9, ..H100 };
+        assert_eq!(letters(&slow, of(8)), "c".repeat(12) + &"R".repeat(8));
+        let both = within(&shape, &H100, of(8), 0.0).unwrap();
+        assert_eq!(both.plan.count_on(Placement::Resident), 5);
+        assert!(both.plan.count_on(Placement::Gpu) > 0);
+        for (rates, subgroups) in [(&H100, 8), (&H100, 4), (&busy, 8), (&slow, 8)] {
+            let found = within(&shape, rates, of(subgroups), 0.0).unwrap();
+            let used = bytes(&shape, &found.plan);
+            assert!(used.slots + used.residents <= of(subgroups));
+            for residents in 0..subgroups as usize {
+                let tried = choose(&shape, rates, residents, 0.0, Mode::Model).unwrap();
+                let used = bytes(&shape, &tried.plan);
+                assert!(
+                    used.slots + used.residents > of(subgroups)
+                        || found.prediction.exposed <= tried.prediction.exposed * 1.0001,
+                    "{residents}: {}",
+                    tried.plan.letters()
+                );
+            }
+        }
+        assert!(within(&shape, &H100, 0, 0.0).unwrap().plan.letters() == "c".repeat(20));
     }
 
     #[test]

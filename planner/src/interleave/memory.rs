@@ -56,7 +56,8 @@ pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
     };
     let fetched = if shape.gpu_grads == GpuGrads::Fetched { gpu } else { 0 };
     let used_slots = (plan.count_on(Placement::Gpu) as u64).min(shape.slots as u64);
-    let largest_on = |placement| plan.on(placement).map(|subgroup| shape.sizes[subgroup]).max().unwrap_or(0);
+    // A slot and a staging buffer are as large as the largest subgroup, since a later plan may need that.
+    let staged = if cpu > 0 { shape.largest() } else { 0 };
     let grad_slot = if fetched > 0 { grad_bytes } else { 0 };
     let leaving = cpu + fetched;
     let widened = if shape.transfer_dtype == TransferDtype::F32 && leaving > 0 {
@@ -66,16 +67,26 @@ pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
     };
     let delivered = if shape.transfer_dtype == TransferDtype::Delivered { 0 } else { grad_bytes };
     Bytes {
-        slots: used_slots * (STATE + grad_slot) * largest_on(Placement::Gpu),
+        slots: used_slots * (STATE + grad_slot) * shape.largest(),
         chunks: PAIR as u64 * WORD * widened,
         residents: STATE * resident,
         kept_grads: HALF * (gpu - fetched + resident),
         host_states: STATE * (cpu + gpu),
         host_grads: grad_bytes * leaving,
-        stages: PAIR as u64 * HALF * largest_on(Placement::Cpu),
+        stages: PAIR as u64 * HALF * staged,
         to_device: STATE * gpu + HALF * cpu + grad_bytes * fetched,
         to_host: STATE * gpu + delivered * leaving,
     }
+}
+
+/// Number of subgroups, counted from the last one, whose states fit in `bytes` of GPU memory as residents.
+pub fn residents_in(shape: &Shape, bytes: u64) -> usize {
+    let mut left = bytes;
+    let fits = |size: &&u64| {
+        let rest = STATE.checked_mul(**size).and_then(|state| left.checked_sub(state));
+        rest.inspect(|rest| left = *rest).is_some()
+    };
+    shape.sizes.iter().rev().take_while(fits).count()
 }
 
 #[cfg(test)]
@@ -88,7 +99,7 @@ mod tests {
     fn bytes_are_those_of_the_written_budget() {
         let shape = Shape { chunk: 16 << 20, ..Shape::uniform(10, S) };
         let found = bytes(&shape, &Plan::even(10, 4, 2).unwrap());
-        assert_eq!((found.slots, found.chunks), (2 * 12 * S, 2 * 4 * (16 << 20)));
+        assert_eq!((found.slots, found.chunks), (3 * 12 * S, 2 * 4 * (16 << 20)));
         assert_eq!((found.residents, found.kept_grads), (2 * 12 * S, 6 * 2 * S));
         assert_eq!((found.host_states, found.host_grads), (8 * 12 * S, 4 * 4 * S));
         assert_eq!(found.stages, 2 * 2 * S);
@@ -107,6 +118,20 @@ mod tests {
         assert_eq!((found.slots, found.kept_grads, found.chunks), (14 * S, 0, 0));
         assert_eq!((found.host_grads, found.to_host), (4 * 2 * S, 12 * S + 4 * 2 * S));
         assert_eq!(found.to_device, 12 * S + 3 * 2 * S + 2 * S);
+    }
+
+    #[test]
+    fn slots_and_staging_buffers_have_the_size_of_the_largest_subgroup() {
+        let shape = Shape { sizes: vec![5, 9, 2], slots: 2, ..Shape::uniform(0, 0) };
+        let found = bytes(&shape, &Plan::of(vec![Placement::Cpu, Placement::Resident, Placement::Gpu]));
+        assert_eq!((found.slots, found.stages), (12 * 9, 2 * 2 * 9));
+    }
+
+    #[test]
+    fn the_last_subgroups_fit_first() {
+        let shape = Shape { sizes: vec![5, 9, 2], ..Shape::uniform(0, 0) };
+        let fits = [0, 23, 24, 131, 132, 191, 192, u64::MAX].map(|bytes| residents_in(&shape, bytes));
+        assert_eq!(fits, [0, 0, 1, 1, 2, 2, 3, 3]);
     }
 
     #[test]

@@ -37,9 +37,12 @@ use crate::error::{Error, Result};
 pub const MAX_SUBGROUPS: usize = 1 << 16;
 /// Maximal number of chunks of all subgroups together. Each chunk takes a few commands in every step.
 const MAX_PARTS: u64 = 1 << 18;
-/// Maximal number of slots. In the model, more than two slots give no benefit. On a device a third one hides the time
-/// from the end of a flush until the next prefetch is enqueued.
+/// Maximal number of slots.
 const MAX_SLOTS: usize = 8;
+/// Number of slots unless the caller gives one: prefetch, update and flush have one each, so that both directions of the
+/// link are always busy. With two, a prefetch waits for the update and part of the flush of an earlier subgroup. On a
+/// device it also waits until the host has seen the end of the flush and has enqueued it.
+pub const DEFAULT_SLOTS: usize = 3;
 
 /// Rates of one GPU, its links and its share of the host, in parameters per second unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -102,7 +105,8 @@ pub struct Shape {
     pub sizes: Vec<u64>,
     /// Parameters per copy operation. Other copies can run between two chunks of a state.
     pub chunk: u64,
-    /// Number of state buffers on the GPU.
+    /// Number of state buffers on the GPU. Each takes 12 bytes per parameter of the largest subgroup, and the bytes of
+    /// its gradient if that is fetched.
     pub slots: usize,
     /// How gradients are transferred to the host.
     pub transfer_dtype: TransferDtype,
@@ -111,13 +115,13 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// `count` subgroups of `size` parameters, two slots, copies of whole arrays, [`TransferDtype::F32`],
+    /// `count` subgroups of `size` parameters, [`DEFAULT_SLOTS`], copies of whole arrays, [`TransferDtype::F32`],
     /// [`GpuGrads::Kept`].
     pub fn uniform(count: usize, size: u64) -> Shape {
         Shape {
             sizes: vec![size; count],
             chunk: u64::MAX,
-            slots: 2,
+            slots: DEFAULT_SLOTS,
             transfer_dtype: TransferDtype::F32,
             gpu_grads: GpuGrads::Kept,
         }

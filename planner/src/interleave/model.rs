@@ -383,13 +383,47 @@ mod tests {
 
     #[test]
     fn the_h100_took_as_long_as_uploads_behind_all_prefetches() {
+        let shape = Shape { slots: 2, ..measured_shape() };
         let plans = [Plan::cpu(20), Plan::even(20, 9, 0).unwrap(), Plan::even(20, 10, 0).unwrap()];
         for (plan, took) in plans.iter().zip([0.413, 0.437, 0.459]) {
-            let seen = uploads_last(&measured_shape(), plan);
+            let seen = uploads_last(&shape, plan);
             assert!((seen / took - 1.0).abs() < 0.05, "{seen} is not {took}");
         }
-        let stride = uploads_last(&measured_shape(), &Plan::stride(20, 2, 0).unwrap());
+        let stride = uploads_last(&shape, &Plan::stride(20, 2, 0).unwrap());
         assert!((stride / 0.473 - 1.0).abs() < 0.08, "{stride}");
+    }
+
+    /// DeepSpeed steps, rounds and uploads one after the other, and its rounding pass is at the bandwidth of host memory:
+    /// 6 bytes per parameter. Its partial offload steps the share on the GPU before that.
+    #[test]
+    fn the_rows_of_deepspeed_are_those_of_the_serial_update() {
+        let rounded = serial_throughput(&Rates { downscale: MEASURED.dram / 6.0, ..MEASURED });
+        let total = measured_shape().total() as f64;
+        for (share, took) in [(0.0, 0.562), (0.3, 0.402)] {
+            let seen = total * (share / MEASURED.gpu + (1.0 - share) / rounded);
+            assert!((seen / took - 1.0).abs() < 0.05, "{seen} is not {took}");
+        }
+    }
+
+    /// The updates on this GPU take as long as a fetch. With two slots the link waits for them.
+    #[test]
+    fn three_slots_keep_the_link_busy_beside_a_slow_gpu() {
+        let rates = Rates { cpu: 0.5e9, downscale: f64::INFINITY, gpu: 4.5e9, ..H100 };
+        let busy = |slots| {
+            let shape = Shape { slots, ..Shape::uniform(60, 100_000_000) };
+            let seen = predict(&shape, &rates, &Plan::even(60, 60, 0).unwrap(), 0.0).unwrap();
+            seen.busy[Engine::H2d as usize] / seen.exposed
+        };
+        assert!(busy(2) < 0.85, "{}", busy(2));
+        assert!(busy(3) > 0.95, "{}", busy(3));
+        close(busy(4), busy(3));
+    }
+
+    #[test]
+    fn thirty_percent_residents_are_1_35_times_the_cpu_on_that_machine() {
+        let seconds = |plan: &Plan| predict(&measured_shape(), &MEASURED, plan, 0.0).unwrap().exposed;
+        let gain = seconds(&Plan::cpu(20)) / seconds(&Plan::even(20, 0, 6).unwrap());
+        assert!(gain >= 1.35, "{gain}");
     }
 
     #[test]

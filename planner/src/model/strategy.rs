@@ -8,7 +8,7 @@
 use super::super::interleave::choose::{self, Mode};
 use super::super::interleave::memory;
 use super::super::interleave::placements::Placement as Where;
-use super::super::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use super::super::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
 pub use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
 pub use super::case::{Case, Placement, Strategy};
@@ -230,7 +230,7 @@ impl<'a> Case<'a> {
             let shape = Shape {
                 sizes: self.sizes.clone(),
                 chunk,
-                slots: PAIR as usize,
+                slots: DEFAULT_SLOTS,
                 transfer_dtype: transfer,
                 gpu_grads,
             };

@@ -2,7 +2,7 @@
 
 use crate::capi::prelude::*;
 use spillway_planner::interleave::placements::{Placement, Plan};
-use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use spillway_planner::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
 
 /// Where a subgroup is updated, and where its state is stored. Passed as `uint32_t`.
 #[repr(C)]
@@ -68,7 +68,7 @@ pub(in crate::capi) fn shape_of(
     let shape = Shape {
         sizes,
         chunk: if chunk == 0 { CHUNK } else { chunk },
-        slots: if slots == 0 { 2 } else { slots as usize },
+        slots: if slots == 0 { DEFAULT_SLOTS } else { slots as usize },
         transfer_dtype,
         gpu_grads: if fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept },
     };

@@ -37,7 +37,9 @@ pub struct spw_interleave_options {
     pub transfer_dtype: u32,
     /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     pub fetch_gradients: u32,
-    /// Number of state buffers on the GPU, at most 8; 0: 2.
+    /// Number of state buffers on the GPU, at most 8; 0: 3. Each takes 12 bytes per parameter of the largest subgroup,
+    /// and the bytes of a fetched gradient. A plan takes at most as many as it has SPW_PLACEMENT_GPU subgroups. With 2,
+    /// prefetches wait for flushes.
     pub slots: u32,
     /// `spw_dtype` of all gradients.
     pub grad_dtype: u32,

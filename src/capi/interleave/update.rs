@@ -68,7 +68,8 @@ pub unsafe extern "C" fn spw_interleave_open(
 
 /// Sets the plan of the next step: `count` values of `spw_placement`, one per subgroup. SPW_ERR_BUSY from the first
 /// gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
-/// GPU and back.
+/// GPU and back. It allocates the memory of residents and slots before anything moves. If the GPU has too little, the
+/// first residents, or all SPW_PLACEMENT_GPU subgroups, are on the CPU instead, with one line in the log.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_set_plan(
     interleave: Option<&spw_interleave>,
@@ -232,9 +233,14 @@ pub extern "C" fn spw_interleave_calibrate(
 }
 
 /// Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
-/// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
-/// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
-/// before it.
+/// than 2 percent. A plan is given up if steps with it take longer than without it. `backward` is the time in seconds of
+/// the backward pass that overlaps with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0.
+/// Call `spw_interleave_calibrate` before it.
+///
+/// If `spw_interleave_set_plan` was not called, the number of residents is chosen after two steps. As many of the last
+/// subgroups become resident as fit in the device memory that is free then, 12 bytes per parameter. A tenth of the
+/// device's memory stays free for the framework, and slots have room if fetching gains more than they cost. Otherwise
+/// the number of residents is that of the plan that was set.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_replan(
     interleave: Option<&spw_interleave>,

@@ -32,7 +32,7 @@ pub struct spw_plan_shape {
     pub transfer_dtype: u32,
     /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     pub fetch_gradients: u32,
-    /// Number of state buffers on the GPU, at most 8; 0: 2.
+    /// Number of state buffers on the GPU, at most 8; 0: 3. See `spw_interleave_options`.
     pub slots: u32,
     /// Number of subgroups, at most 65536.
     pub count: u64,

@@ -187,9 +187,13 @@ impl Backend for Gpu {
         }
     }
 
-    fn accepts(&self, plan: &Plan) -> Result<()> {
+    fn accepts(&self, plan: Plan) -> Result<Plan> {
         self.free_evicted()?;
         self.memory.accepts(plan)
+    }
+
+    fn room(&self) -> Result<Option<u64>> {
+        self.memory.room()
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {

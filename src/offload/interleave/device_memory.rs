@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use super::arrays;
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::error::{Error, GpuKind, Result};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::AdamRule;
+use crate::log::{self, Level};
 use crate::pool::buffer::Buffer;
 use crate::sys::deferred::Deferred;
 use crate::sys::shared_slice::SharedSlice;
@@ -21,6 +22,8 @@ use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// Bytes of an f32.
 const WORD: u64 = 4;
+/// The part of the device's memory that stays free for the framework: one in this number.
+const RESERVE: u64 = 10;
 
 /// An array in pinned host memory, used by copies and by the CPU.
 #[derive(Debug)]
@@ -185,9 +188,20 @@ impl Memory {
         })
     }
 
-    /// Refuses residents whose gradients are not in device memory, and allocates the slots of the plan. An allocation
-    /// in the middle of a step would stall the GPU.
-    pub fn accepts(&self, plan: &Plan) -> Result<()> {
+    /// Bytes of device memory that are free now, less the reserve of the framework; `None` if a subgroup cannot be
+    /// resident because its gradient is not in device memory.
+    pub fn room(&self) -> Result<Option<u64>> {
+        if self.subgroups.iter().any(|subgroup| subgroup.on_device().is_err()) {
+            return Ok(None);
+        }
+        let (free, all) = self.device.memory()?;
+        Ok(Some(free.saturating_sub(all / RESERVE)))
+    }
+
+    /// Refuses residents whose gradients are not in device memory, and allocates the slots and residents of the plan.
+    /// An allocation in the middle of a step would stall the GPU, and its failure would end the step. Another process
+    /// or the framework may have taken the memory: subgroups without memory are then on the CPU.
+    pub fn accepts(&self, plan: Plan) -> Result<Plan> {
         let without_device_grad =
             plan.on(Placement::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err());
         if let Some(subgroup) = without_device_grad {
@@ -195,8 +209,40 @@ impl Memory {
                 format!("makes subgroup {subgroup} resident, but its gradient is not in device memory");
             return Err(Error::invalid("plan", reason));
         }
-        let slots = plan.count_on(Placement::Gpu).min(self.slots.len());
-        (0..slots).try_for_each(|slot| self.slot(slot).map(drop))
+        let fetched = plan.count_on(Placement::Gpu);
+        let slots = fetched.min(self.slots.len());
+        let mut has_slots = true;
+        for slot in 0..slots {
+            has_slots = has_slots && fits(self.slot(slot))?;
+        }
+        let mut placements = plan.placements().to_vec();
+        let mut has_room = true;
+        // The gradients of the last subgroups arrive last, so they are the first to be resident.
+        for (subgroup, placement) in placements.iter_mut().enumerate().rev() {
+            let stays = match placement {
+                Placement::Cpu => true,
+                Placement::Gpu => has_slots,
+                Placement::Resident => {
+                    has_room = has_room && fits(self.resident(subgroup))?;
+                    has_room
+                }
+            };
+            if !stays {
+                *placement = Placement::Cpu;
+            }
+        }
+        let taken = Plan::of(placements);
+        let (wanted, found) =
+            (plan.count() - plan.count_on(Placement::Cpu), taken.count() - taken.count_on(Placement::Cpu));
+        if found < wanted {
+            let text = format!(
+                "interleaved update: the memory of GPU {} holds {found} of the {wanted} subgroups that the plan places \
+                 there; the others step on the CPU",
+                self.device.ordinal()
+            );
+            log::write(Level::Warn, &text);
+        }
+        Ok(taken)
     }
 
     /// Number of elements of a subgroup.
@@ -352,6 +398,15 @@ impl Memory {
         let most = self.shape.chunk.min(self.shape.largest()) * WORD;
         let memory = self.chunks[buffer].get(|| DeviceMemory::new(&self.device, most))?;
         DeviceFloats::new(memory.span().part(0, part.len * WORD), Dtype::F32, "chunk")
+    }
+}
+
+/// False if the device has no memory for an allocation. Errors: all others.
+fn fits<T>(taken: Result<T>) -> Result<bool> {
+    match taken {
+        Ok(_) => Ok(true),
+        Err(Error::Gpu(error)) if error.kind == GpuKind::OutOfMemory => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -20,6 +20,7 @@ use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
+use crate::log::{self, Level};
 use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::pieces;
@@ -49,6 +50,8 @@ const MOST_UNSEEN: usize = 1 << 20;
 /// Timings of past steps, and the meter that learns from them.
 #[derive(Default)]
 struct Watched {
+    /// True if the caller has set a plan, and so the number of residents.
+    planned: bool,
     meter: Option<RateMeter>,
     /// Timings that the meter has not observed yet.
     unseen: Vec<Timing>,
@@ -88,12 +91,21 @@ impl InterleavedUpdate {
         self.machine().plan().clone()
     }
 
-    /// Changes the plan: only after a step and before the first gradient of the next step.
+    /// Changes the plan: only after a step and before the first gradient of the next step. Subgroups for which the GPU
+    /// has no memory are on the CPU.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
+        self.adopt(plan)?;
+        self.watched.lock().planned = true;
+        Ok(())
+    }
+
+    /// Changes the plan to what the backend accepts of it, and returns that.
+    fn adopt(&self, plan: Plan) -> Result<Plan> {
         let mut machine = self.machine();
         machine.may_set_plan(&plan)?;
-        self.inner.backend.accepts(&plan)?;
-        machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
+        let accepted = self.inner.backend.accepts(plan)?;
+        machine.set_plan(accepted.clone(), &mut |command| self.inner.backend.play(command, None))?;
+        Ok(accepted)
     }
 
     /// Work already queued on `stream` produces the gradient of `subgroup`; its transfer may start.
@@ -172,10 +184,11 @@ impl InterleavedUpdate {
     }
 
     /// Updates the rates with the timings since the last call, and changes the plan if the gain is worth it; returns
-    /// true if the plan changed. `backward`: seconds of the backward pass that the steps overlap.
+    /// true if the plan changed. If no plan was set, makes subgroups resident in GPU memory that is free after the first
+    /// steps. `backward`: seconds of the backward pass that the steps overlap.
     pub fn replan(&self, backward: f64) -> Result<bool> {
         let (shape, present) = (self.shape(), self.plan());
-        let plan = {
+        let (plan, room) = {
             let watched = &mut *self.collect();
             let unseen = std::mem::take(&mut watched.unseen);
             let meter = watched.meter.as_mut();
@@ -183,13 +196,30 @@ impl InterleavedUpdate {
                 Error::invalid("interleave", "was opened without rates, which a new plan needs")
             })?;
             meter.observe(&shape, &present, &unseen, backward)?;
-            meter.replan(&shape, &present, &watched.ran, backward)?
+            let chooses = !watched.planned && meter.chooses_residents(&present);
+            let room = if chooses { self.inner.backend.room()? } else { None };
+            (meter.replan(&shape, &present, &watched.ran, backward, room)?, room)
         };
-        let changes = plan != present;
-        if changes {
-            self.set_plan(plan)?;
+        if plan == present {
+            return Ok(false);
         }
-        Ok(changes)
+        let accepted = self.adopt(plan.clone())?;
+        if accepted != plan
+            && let Some(meter) = &mut self.watched.lock().meter
+        {
+            meter.found_no_room();
+        }
+        let residents = accepted.count_on(Placement::Resident);
+        if let Some(room) = room.filter(|_| residents > 0) {
+            let text = format!(
+                "interleaved update: {residents} of {} subgroups are resident in the {} MiB of GPU memory that are \
+                 free beside the reserve",
+                accepted.count(),
+                room >> 20
+            );
+            log::write(Level::Info, &text);
+        }
+        Ok(accepted != present)
     }
 
     /// Blocks until the states of all non-resident subgroups are in host memory. Needed before a checkpoint reads them,

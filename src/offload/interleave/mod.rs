@@ -61,10 +61,16 @@ pub trait Backend: Send + Sync {
     /// the stream of [`Lane::Model`] for this command.
     fn play(&self, command: Command, model: Model) -> Result<()>;
 
-    /// Checks that the backend can run this plan, and allocates what its steps need. The plan has the backend's number
-    /// of subgroups.
-    fn accepts(&self, _: &Plan) -> Result<()> {
-        Ok(())
+    /// Checks that the backend can run this plan, and allocates what its steps need. Returns the plan, in which a
+    /// subgroup without GPU memory is on the CPU. The plan has the backend's number of subgroups.
+    fn accepts(&self, plan: Plan) -> Result<Plan> {
+        Ok(plan)
+    }
+
+    /// Bytes of GPU memory that residents and slots may take: those that are free now, less a reserve for the framework.
+    /// `None` without a GPU, and if subgroups cannot be resident.
+    fn room(&self) -> Result<Option<u64>> {
+        Ok(None)
     }
 
     /// Sets the coefficients of each subgroup for updates enqueued from now on. A single entry applies to all

@@ -5,13 +5,17 @@
 //! - A sample counts as at most `MAX_FACTOR` times slower or faster than the known rate. A single outlier therefore has
 //!   little effect, and a lasting change is followed within a few steps.
 //! - A new plan must be better than the present plan by more than `MIN_GAIN` under the new rates.
+//!
+//! No plan lasts whose steps take longer than without it. Steps on the CPU alone are measured first, then steps with
+//! residents, then steps that fetch subgroups too. Each is compared with the one before.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Timing;
 use crate::error::Result;
 use spillway_planner::interleave::choose::{self, Mode};
+use spillway_planner::interleave::memory::bytes;
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::Work;
 use spillway_planner::interleave::timeline::Engine;
@@ -26,7 +30,8 @@ const MAX_FACTOR: f64 = 2.0;
 /// Relative gain in exposed time above which the plan changes.
 const MIN_GAIN: f64 = 0.02;
 
-/// A plan is given up if this number of steps in a row was slower than a step without fetched subgroups.
+/// A plan is given up if this number of steps in a row was slower than a step without its fetched subgroups, or without
+/// its residents.
 const SLOWER_IN_A_ROW: u32 = 2;
 /// Number of steps until a plan is tried again after one that was slower.
 const STEPS_WITHOUT: u32 = 100;
@@ -35,9 +40,15 @@ const STEPS_WITHOUT: u32 = 100;
 #[derive(Debug, Clone)]
 pub struct RateMeter {
     rates: Rates,
-    /// Seconds of a step that fetches no subgroup; `None` before the first one.
-    unfetched: Option<f64>,
-    /// Number of steps in a row that were slower than that.
+    /// True after the first step, whose buffers are allocated while it runs.
+    warm: bool,
+    /// Seconds of a step that fetches no subgroup, by its number of residents.
+    unfetched: BTreeMap<usize, f64>,
+    /// True once the number of residents was chosen here, and not by the caller.
+    chose: bool,
+    /// False if the GPU has no memory for slots.
+    fetches: bool,
+    /// Number of steps in a row that were slower than what the plan is compared with.
     slower: u32,
     /// Number of steps until a plan that fetches is tried again.
     hold: u32,
@@ -76,7 +87,8 @@ impl RateMeter {
     /// Starts with the rates of a profile or a probe.
     pub fn new(rates: Rates) -> Result<RateMeter> {
         rates.check()?;
-        Ok(RateMeter { rates, unfetched: None, slower: 0, hold: 0 })
+        let unfetched = BTreeMap::new();
+        Ok(RateMeter { rates, warm: false, unfetched, chose: false, fetches: true, slower: 0, hold: 0 })
     }
 
     /// Updates the rates with the timings of steps of `plan`. What the model predicts for the plan includes the host
@@ -126,38 +138,85 @@ impl RateMeter {
         ))
     }
 
-    /// Compares what the last step took, by its timings, with a step that fetches no subgroup.
-    fn compare(&mut self, shape: &Shape, plan: &Plan, last: &[Timing]) {
+    /// Compares what the last step took, by its timings, with a step that fetches no subgroup, or one on the CPU alone.
+    /// False if timings are missing.
+    fn compare(&mut self, shape: &Shape, plan: &Plan, last: &[Timing]) -> bool {
         self.hold = self.hold.saturating_sub(1);
-        let Some(seconds) = seconds_of(shape, last) else { return };
-        if plan.count_on(Placement::Gpu) == 0 {
-            let known = self.unfetched.unwrap_or(seconds);
-            self.unfetched = Some(known + NEWEST_WEIGHT * (seconds - known));
-        } else if self.unfetched.is_some_and(|without| seconds > without) {
-            self.slower += 1;
-        } else {
-            self.slower = 0;
+        let Some(seconds) = seconds_of(shape, last) else { return false };
+        if !std::mem::replace(&mut self.warm, true) {
+            return true;
         }
+        let residents = plan.count_on(Placement::Resident);
+        let fetched = plan.count_on(Placement::Gpu) > 0;
+        if !fetched {
+            let known = self.unfetched.entry(residents).or_insert(seconds);
+            *known += NEWEST_WEIGHT * (seconds - *known);
+        }
+        let without = if fetched { residents } else { 0 };
+        let compared = fetched || self.chose && residents > 0;
+        let slower = compared && self.unfetched.get(&without).is_some_and(|without| seconds > *without);
+        self.slower = if slower { self.slower + 1 } else { 0 };
+        true
+    }
+
+    /// True if the number of residents is not chosen yet.
+    pub fn chooses_residents(&self, present: &Plan) -> bool {
+        !self.chose && present.count_on(Placement::Resident) == 0
+    }
+
+    /// The GPU had no memory for a plan: no subgroup is fetched from now on.
+    pub fn found_no_room(&mut self) {
+        self.fetches = false;
     }
 
     /// The plan for the next step: the best plan under the current rates, or the present plan if that is nearly as
     /// good. A plan that fetches subgroups is never kept if its steps take longer than one that fetches none: such a
-    /// step is measured first. `last`: the timings of the last step. `backward`: seconds of the backward pass that the
-    /// step overlaps.
-    pub fn replan(&mut self, shape: &Shape, present: &Plan, last: &[Timing], backward: f64) -> Result<Plan> {
-        self.compare(shape, present, last);
-        let residents = present.count_on(Placement::Resident);
+    /// step is measured first. The same holds for residents that are chosen here. `last`: the timings of the last step.
+    /// `backward`: seconds of the backward pass that the step overlaps. `room`: bytes of GPU memory for residents and
+    /// slots, if the number of residents is to be chosen.
+    pub fn replan(
+        &mut self,
+        shape: &Shape,
+        present: &Plan,
+        last: &[Timing],
+        backward: f64,
+        room: Option<u64>,
+    ) -> Result<Plan> {
+        let timed = self.compare(shape, present, last);
+        let mut residents = present.count_on(Placement::Resident);
         if self.slower >= SLOWER_IN_A_ROW {
-            (self.slower, self.hold) = (0, STEPS_WITHOUT);
+            self.slower = 0;
+            match present.count_on(Placement::Gpu) {
+                0 => (residents, self.fetches) = (0, true),
+                _ => self.hold = STEPS_WITHOUT,
+            }
         }
-        let measured = self.unfetched.is_some() || seconds_of(shape, last).is_none();
-        if self.hold > 0 || !measured {
+        if let Some(room) = room.filter(|_| self.knows(0, timed)) {
+            residents = self.choose_residents(shape, room, backward)?;
+        }
+        let others = residents != present.count_on(Placement::Resident);
+        if others || self.hold > 0 || !self.fetches || !self.knows(residents, timed) {
             return Plan::even(shape.count(), 0, residents).map_err(Into::into);
         }
         let best = choose::choose(shape, &self.rates, residents, backward, Mode::Model)?;
         let now = model::predict(shape, &self.rates, present, backward)?;
         let worth = best.prediction.exposed < now.exposed * (1.0 - MIN_GAIN);
         Ok(if worth { best.plan } else { present.clone() })
+    }
+
+    /// True if a step with this number of residents was measured, or steps have no timings.
+    fn knows(&self, residents: usize, timed: bool) -> bool {
+        !timed || self.unfetched.contains_key(&residents)
+    }
+
+    fn choose_residents(&mut self, shape: &Shape, room: u64, backward: f64) -> Result<usize> {
+        let chosen = choose::within(shape, &self.rates, room, backward)?.plan;
+        let residents = chosen.count_on(Placement::Resident);
+        let fetched = shape.slots.min(shape.count() - residents);
+        let needed = bytes(shape, &Plan::even(shape.count(), fetched, residents)?);
+        self.fetches = needed.slots + needed.residents <= room;
+        self.chose = true;
+        Ok(residents)
     }
 }
 
@@ -253,17 +312,17 @@ mod tests {
     fn the_plan_follows_the_rates_and_ignores_their_noise() {
         let shape = Shape::uniform(50, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
-        let plan = meter.replan(&shape, &Plan::cpu(50), &[], 0.0).unwrap();
+        let plan = meter.replan(&shape, &Plan::cpu(50), &[], 0.0, None).unwrap();
         assert_eq!(plan.count_on(Placement::Gpu), 34);
         for round in 0..30 {
             let noisy = cpu_step(0.05 * (1.0 + 0.03 * f64::from(round % 3 - 1)));
             meter.observe(&shape, &plan, &[noisy], 0.0).unwrap();
-            assert_eq!(meter.replan(&shape, &plan, &[], 0.0).unwrap(), plan);
+            assert_eq!(meter.replan(&shape, &plan, &[], 0.0, None).unwrap(), plan);
         }
         for _ in 0..40 {
             meter.observe(&shape, &plan, &[cpu_step(0.0125)], 0.0).unwrap();
         }
-        let faster_cpu = meter.replan(&shape, &plan, &[], 0.0).unwrap();
+        let faster_cpu = meter.replan(&shape, &plan, &[], 0.0, None).unwrap();
         assert!(faster_cpu.count_on(Placement::Gpu) < 25, "{}", faster_cpu.count_on(Placement::Gpu));
     }
 
@@ -288,17 +347,70 @@ mod tests {
         let slow_link = Rates { h2d: 8e9, d2h: 8e9, ..KNOWN };
         let (mut meter, on_cpu) = (RateMeter::new(slow_link).unwrap(), Plan::cpu(2));
         let interleaved = Plan::even(2, 1, 0).unwrap();
+        // Buffers are allocated in the first step.
+        assert_eq!(meter.replan(&shape, &on_cpu, &step(9.0, false), 0.0, None).unwrap(), on_cpu);
         // A plan from elsewhere: the CPU alone is measured first.
-        assert_eq!(meter.replan(&shape, &interleaved, &step(0.1, true), 0.0).unwrap(), on_cpu);
-        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), interleaved);
+        assert_eq!(meter.replan(&shape, &interleaved, &step(0.1, true), 0.0, None).unwrap(), on_cpu);
+        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0, None).unwrap(), interleaved);
         for seconds in [0.09, 0.11, 0.09, 0.11] {
-            assert_eq!(meter.replan(&shape, &interleaved, &step(seconds, true), 0.0).unwrap(), interleaved);
+            assert_eq!(
+                meter.replan(&shape, &interleaved, &step(seconds, true), 0.0, None).unwrap(),
+                interleaved
+            );
         }
-        assert_eq!(meter.replan(&shape, &interleaved, &step(0.11, true), 0.0).unwrap(), on_cpu);
+        assert_eq!(meter.replan(&shape, &interleaved, &step(0.11, true), 0.0, None).unwrap(), on_cpu);
         for _ in 1..STEPS_WITHOUT {
-            assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), on_cpu);
+            assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0, None).unwrap(), on_cpu);
         }
-        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), interleaved);
+        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0, None).unwrap(), interleaved);
+    }
+
+    /// A step of two subgroups that takes `seconds`, the second one resident.
+    fn resident_step(seconds: f64) -> Vec<Timing> {
+        let mut step = step(seconds, true);
+        step[1].work = Work::ResidentStep { subgroup: 1 };
+        step
+    }
+
+    #[test]
+    fn residents_that_are_slower_than_the_cpu_alone_are_given_up() {
+        let shape = Shape::uniform(2, 100_000_000);
+        let slow_link = Rates { h2d: 1e9, d2h: 1e9, ..KNOWN };
+        let (on_cpu, resident) = (Plan::cpu(2), Plan::even(2, 0, 1).unwrap());
+        let room = Some(1_200_000_000);
+        let begun = || {
+            let mut meter = RateMeter::new(slow_link).unwrap();
+            assert_eq!(meter.replan(&shape, &on_cpu, &step(9.0, false), 0.0, room).unwrap(), on_cpu);
+            assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0, room).unwrap(), resident);
+            assert!(!meter.chooses_residents(&on_cpu));
+            meter
+        };
+        let mut faster = begun();
+        for seconds in [0.06, 0.11, 0.06, 0.06] {
+            let kept = faster.replan(&shape, &resident, &resident_step(seconds), 0.0, None).unwrap();
+            assert_eq!(kept, resident);
+        }
+        let mut slower = begun();
+        assert_eq!(slower.replan(&shape, &resident, &resident_step(0.11), 0.0, None).unwrap(), resident);
+        assert_eq!(slower.replan(&shape, &resident, &resident_step(0.11), 0.0, None).unwrap(), on_cpu);
+        assert_eq!(slower.replan(&shape, &on_cpu, &step(0.1, false), 0.0, None).unwrap(), on_cpu);
+    }
+
+    #[test]
+    fn no_subgroup_is_fetched_without_room_for_slots() {
+        let shape = Shape::uniform(50, 100_000_000);
+        let mut meter = RateMeter::new(KNOWN).unwrap();
+        let plan = meter.replan(&shape, &Plan::cpu(50), &[], 0.0, Some(2_400_000_000)).unwrap();
+        assert_eq!(plan, Plan::even(50, 0, 2).unwrap());
+        let mut meter = RateMeter::new(KNOWN).unwrap();
+        let plan = meter.replan(&shape, &Plan::cpu(50), &[], 0.0, Some(12_000_000_000)).unwrap();
+        assert_eq!(plan, Plan::even(50, 0, 7).unwrap());
+        let plan = meter.replan(&shape, &plan, &[], 0.0, None).unwrap();
+        assert_eq!(plan.count_on(Placement::Resident), 7);
+        assert!(plan.count_on(Placement::Gpu) > 10);
+        meter.found_no_room();
+        let without = meter.replan(&shape, &plan, &[], 0.0, None).unwrap();
+        assert_eq!(without, Plan::even(50, 0, 7).unwrap());
     }
 
     #[test]

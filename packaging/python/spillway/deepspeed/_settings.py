@@ -140,7 +140,11 @@ class InterleaveBlock(_Strict):
     gradient_transfers: bool = _setting(
         False, _BOOLEAN, "Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams."
     )
-    slots: _Slots = _setting(0, "an integer from 0 to 4294967295", "Number of state buffers on the GPU; 0: 2.")
+    slots: _Slots = _setting(
+        0,
+        "an integer from 0 to 4294967295",
+        "Number of state buffers on the GPU; 0: 3. Each takes 12 bytes per parameter of a sub-group, and those of its gradient.",
+    )
     chunk: _Count = _setting(0, f"a number of parameters, an integer from 0 to {_MOST}", "Parameters per copy; 0: 16 Mi.")
 
 

@@ -4,4 +4,5 @@
 mod bits;
 mod cuda;
 mod order;
+mod residents;
 mod room;

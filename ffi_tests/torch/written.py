@@ -142,15 +142,8 @@ class Home:
         later: The step is completed by the next forward."""
 
     def __init__(self, make, dtype=F32, blocks=False, apart=False, states=True, later=False, flows=False):
-        self.make, self.dtype, self.blocks, self.apart, self.states, self.later, self.flows = (
-            make,
-            dtype,
-            blocks,
-            apart,
-            states,
-            later,
-            flows,
-        )
+        self.make, self.dtype, self.blocks, self.apart = make, dtype, blocks, apart
+        self.states, self.later, self.flows = states, later, flows
 
     @contextlib.contextmanager
     def place(self):

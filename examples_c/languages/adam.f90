@@ -17,7 +17,7 @@ module spillway
         integer(c_int32_t) :: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, take_copy
         integer(c_int64_t) :: n
         type(c_ptr) :: param, grad, exp_avg, exp_avg_sq, param_copy, options
-        type(c_ptr) :: shadow_param, shadow_exp_avg, shadow_exp_avg_sq, param_low
+        type(c_ptr) :: shadow_param, shadow_exp_avg, shadow_exp_avg_sq, param_low, low_sums
     end type
 
     interface

@@ -15,6 +15,7 @@ koffi.struct("spw_tensor", {
   copy_dtype: "uint32_t", take_copy: "uint32_t", n: "uint64_t",
   param: "void *", grad: "void *", exp_avg: "void *", exp_avg_sq: "void *", param_copy: "void *", options: "void *",
   shadow_param: "void *", shadow_exp_avg: "void *", shadow_exp_avg_sq: "void *", param_low: "void *",
+  low_sums: "uint64_t *",
 });
 const F32 = 1;
 const abiVersion = library.func("uint32_t spw_abi_version()");

@@ -17,6 +17,7 @@ typedef struct {
     void *exp_avg, *exp_avg_sq, *param_copy;
     const void *options;
     void *shadow_param, *shadow_exp_avg, *shadow_exp_avg_sq, *param_low;
+    uint64_t *low_sums;
 } spw_tensor;
 uint32_t spw_abi_version(void);
 const char *spw_last_error(void);

@@ -17,7 +17,7 @@ module Spillway
     "uint32_t struct_size", "uint32_t param_dtype", "uint32_t state_dtype", "uint32_t grad_dtype",
     "uint32_t copy_dtype", "uint32_t take_copy", "uint64_t n",
     "void *param", "void *grad", "void *exp_avg", "void *exp_avg_sq", "void *param_copy", "void *options",
-    "void *shadow_param", "void *shadow_exp_avg", "void *shadow_exp_avg_sq", "void *param_low"
+    "void *shadow_param", "void *shadow_exp_avg", "void *shadow_exp_avg_sq", "void *param_low", "uint64_t *low_sums"
   ]
   F32 = 1
 

@@ -87,6 +87,49 @@ static void wrong_uses_are_refused(void) {
     release(&whole), release(&split.problem), free(split.low);
 }
 
+// Low bits count as zero where the program has written since the last step: for 4,096 elements, in a step and without one.
+static void writes_between_steps_are_seen(void) {
+    enum { N = 3 * 4096 + 5, BLOCKS = 4, AT = 4096 + 17 };
+    struct problem whole = make(N, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_NONE, 5);
+    struct split plain = split_of(&whole, SPW_DTYPE_F32, SPW_DTYPE_BF16, 5);
+    struct split summed = split_of(&whole, SPW_DTYPE_F32, SPW_DTYPE_BF16, 5);
+    uint64_t sums[BLOCKS] = {0};
+    summed.problem.tensor.low_sums = sums;
+    for (uint64_t number = 1; number <= STEPS; number++) {
+        CHECK_OK(step(0, number, &plain.problem.tensor, NULL));
+        CHECK_OK(step(0, number, &summed.problem.tensor, NULL));
+        CHECK(memcmp(plain.low, summed.low, 2 * N) == 0);
+        ((uint16_t *)plain.problem.spans[0])[AT] ^= 0x8000;
+        ((uint16_t *)summed.problem.spans[0])[AT] ^= 0x8000;
+        memset(plain.low + 4096, 0, 2 * 4096);
+        if (number % 2 == 0) {
+            CHECK_OK(spw_low_bits_settle(&summed.problem.tensor, 1));
+            CHECK(memcmp(plain.low, summed.low, 2 * N) == 0);
+        }
+    }
+    CHECK(memcmp(plain.problem.spans[0], summed.problem.spans[0], 2 * N) == 0);
+
+    spw_tensor tensor = summed.problem.tensor;
+    watch_problem(&summed.problem), watch(summed.low, 2 * N), watch(sums, sizeof sums);
+    tensor.low_sums = (uint64_t *)((char *)sums + 4);
+    INVALID(step(0, 1, &tensor, NULL), "tensors[0].low_sums: address");
+    INVALID(spw_low_bits_settle(&tensor, 1), "tensors[0].low_sums: address");
+    tensor = summed.problem.tensor, tensor.low_sums = tensor.param;
+    INVALID(step(0, 1, &tensor, NULL), "overlaps tensors[0].");
+    INVALID(spw_low_bits_settle(&tensor, 1), "overlaps tensors[0].");
+    tensor = summed.problem.tensor, tensor.low_sums = NULL;
+    INVALID(spw_low_bits_settle(&tensor, 1), "tensors[0].low_sums: is NULL");
+    tensor = summed.problem.tensor, tensor.param_low = NULL;
+    INVALID(step(0, 1, &tensor, NULL), "tensors[0].low_sums: is set, but param_low is NULL");
+    INVALID(spw_low_bits_settle(&tensor, 1), "tensors[0].param_low: is NULL");
+    tensor = summed.problem.tensor, tensor.param_dtype = SPW_DTYPE_F16;
+    INVALID(spw_low_bits_settle(&tensor, 1), "tensors[0].param_dtype: is not SPW_DTYPE_BF16");
+    INVALID(spw_low_bits_settle(NULL, 1), "tensors: is NULL");
+    CHECK_OK(spw_low_bits_settle(NULL, 0));
+    unwatch_all();
+    release(&whole), release(&plain.problem), release(&summed.problem), free(plain.low), free(summed.low);
+}
+
 int main(void) {
     const uint64_t sizes[] = {1, 17, 4097, LARGE};
     for (int i = 0; i < 4; i++) {
@@ -100,5 +143,6 @@ int main(void) {
         steps_have_the_bits_of_an_f32_param(3, SPW_DTYPE_BF16, SPW_DTYPE_BF16, sizes[i]);
     }
     wrong_uses_are_refused();
+    writes_between_steps_are_seen();
     return 0;
 }

@@ -59,6 +59,70 @@ def test_a_step_that_was_refused_before_the_write():
     assert is_written(optimizer, param)
 
 
+@pytest.mark.parametrize("through", ["data", "numpy", "copy_"])
+@pytest.mark.parametrize("at", [0, 4095, 4096, 8191, 8192, 9999])
+def test_a_write_between_steps_makes_its_block_of_4096_elements_its_own_master(at, through):
+    param = torch.nn.Parameter(torch.ones(10_000).bfloat16())
+    optimizer = AdamW([param], lr=1e-4, weight_decay=0.0, master="split")
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    kept = optimizer.master(param).clone()
+    assert bool((kept < 1).all())
+    if through == "data":
+        param.data[at] = 2.0
+    elif through == "numpy":
+        param.detach().view(torch.int16).numpy()[at] = 0x4000
+    else:
+        with torch.no_grad():
+            param[at].copy_(torch.tensor(2.0))
+    expected = kept.clone()
+    block = slice(at // 4096 * 4096, at // 4096 * 4096 + 4096)
+    expected[block] = param.detach()[block].float()
+    assert torch.equal(optimizer.master(param), expected)
+    # A step without a gradient changes nothing else.
+    optimizer.param_groups[0]["lr"] = 0.0
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert torch.equal(optimizer.master(param), expected)
+
+
+def test_exchanged_and_negated_elements_are_seen():
+    changes = {
+        "neighbours": lambda values: values[[1, 0, *range(2, 8192)]],
+        "stripes": lambda values: torch.cat([values[8:16], values[:8], values[16:]]),
+        "blocks": lambda values: values.roll(4096),
+        "negated": lambda values: -values,
+        "two signs": lambda values: torch.cat([-values[:1], values[1:32], -values[32:33], values[33:]]),
+        "reversed": lambda values: values.flip(0),
+    }
+    for name, change in changes.items():
+        param = torch.nn.Parameter(torch.randn(8192).bfloat16())
+        optimizer = AdamW([param], lr=1e-4, master="split")
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param.data.copy_(change(param.detach().clone()))
+        master = optimizer.master(param)
+        assert torch.equal(master[:4096], param.detach()[:4096].float()), name
+
+
+def test_parameter_and_low_bits_that_are_loaded_in_place_both_count():
+    param, other, optimizer = made()
+    step(optimizer, param, other)
+    values, low = param.detach().clone(), optimizer.state[param]["master_low"].clone()
+    kept = optimizer.master(param).clone()
+    step(optimizer, param, other)
+    with torch.no_grad():
+        param.copy_(values)
+        optimizer.state[param]["master_low"].copy_(low)
+    assert torch.equal(optimizer.master(param), kept)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, param, other)
+    assert torch.equal(optimizer.master(param), kept)
+    write(param)
+    assert is_written(optimizer, param)
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict"])
 def test_a_copy_after_the_write(way):
     param, other, optimizer = made()

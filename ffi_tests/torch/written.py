@@ -66,10 +66,11 @@ class Model(torch.nn.Module):
 
 class Masters:
     """torch's AdamW over float32 masters of bf16 parameters. A master takes what the program has written: the elements that it does not
-    round to, or with `whole` all elements of the parameter. A master in the middle of two numbers rounds to either."""
+    round to, or with `blocks` all elements of blocks of 4,096 in which a bit differs. A master in the middle of two numbers rounds to
+    either."""
 
-    def __init__(self, params, whole):
-        self.params, self.whole = list(params), whole
+    def __init__(self, params, blocks):
+        self.params, self.blocks = list(params), blocks
         self.masters = [param.detach().float() for param in self.params]
         self.published = [param.detach().clone() for param in self.params]
         self.inner = torch.optim.AdamW(self.masters, **OPTIONS)
@@ -77,8 +78,10 @@ class Masters:
     def _followed(self, number):
         """A master that has taken what the program has written."""
         now, master = self.params[number].detach(), self.masters[number]
-        if self.whole:
-            return master if torch.equal(now, self.published[number]) else now.float()
+        if self.blocks:
+            parts = zip(*(tensor.flatten().split(4096) for tensor in (now, self.published[number], master)))
+            taken = [part if torch.equal(new.view(torch.int16), old.view(torch.int16)) else new.float() for new, old, part in parts]
+            return torch.cat(taken).view(master.shape)
         return _taken(master, now)
 
     def step(self):
@@ -141,13 +144,14 @@ class Home:
     Args:
         make: Makes the optimizer of a model.
         dtype: That of the parameters.
-        whole: The control's masters take whole parameters.
+        blocks: The control's masters take whole blocks.
         apart: The parameters are on a stand-in for a device, whose copies end later than they are started.
         states: The program can write to the optimizer's states.
         later: The step is completed by the next forward."""
 
-    def __init__(self, make, dtype=F32, whole=False, apart=False, states=True, later=False, flows=False):
-        self.make, self.dtype, self.whole, self.apart, self.states, self.later, self.flows = make, dtype, whole, apart, states, later, flows
+    def __init__(self, make, dtype=F32, blocks=False, apart=False, states=True, later=False, flows=False):
+        self.make, self.dtype, self.blocks, self.apart = make, dtype, blocks, apart
+        self.states, self.later, self.flows = states, later, flows
 
     @contextlib.contextmanager
     def place(self):
@@ -182,7 +186,7 @@ def _flow(model):
 HOMES = {
     "memory": Home(_memory()),
     "memory bf16 master": Home(_memory(master="f32"), BF16),
-    "memory bf16 split": Home(_memory(master="split"), BF16, whole=True),
+    "memory bf16 split": Home(_memory(master="split"), BF16, blocks=True),
     "flow of torch": Home(_flow, flows=True),
     "offload flow": Home(_offload(weights="flow", device="cpu"), flows=True),
     "offload flow overlap": Home(_offload(weights="flow", device="cpu", overlap=True), flows=True),
@@ -309,7 +313,7 @@ class Side:
         if not control:
             self.optimizer = home.make(model)
         elif home.dtype is BF16:
-            self.optimizer = Masters(model.parameters(), home.whole)
+            self.optimizer = Masters(model.parameters(), home.blocks)
         else:
             self.optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
         self.names, self.params = zip(*model.named_parameters())

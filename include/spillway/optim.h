@@ -100,13 +100,20 @@ typedef struct spw_tensor {
     void *shadow_exp_avg_sq;
     // `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
     // the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
-    // bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step` and
-    // `spw_lion_step` take it, without shadow spans.
+    // bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step`,
+    // `spw_lion_step` and `spw_low_bits_settle` take it, without shadow spans.
     void *param_low;
+    // A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low. Shows whether other
+    // code has written to param since the last step: a step compares the elements with the sum that the step before
+    // has stored. Where they differ, the low bits of these elements count as zero, so that param is their master. Then
+    // the step stores the sum of the elements that it has written. 0 in place of a sum: no step was taken yet, and the
+    // low bits count; so set 0 at first, and after param and param_low were both written. Keep sums in memory only: they
+    // are the same on every processor, but their definition may change.
+    uint64_t *low_sums;
 } spw_tensor;
 
 #define SPW_TENSOR_INIT \
-    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 // Statistics of the scaled gradients of all tensors of one call.
 typedef struct spw_step_stats {
@@ -342,6 +349,13 @@ spw_status spw_checksums(const void *const *data,
                          const uint64_t *bytes,
                          uint64_t count,
                          uint64_t *sums_out);
+
+// Does what the next step of `count` tensors with low_sums would do first: sets the low bits to zero whose elements
+// other code has written since the sums were stored, and stores the sums of the present elements. For callers that
+// read or save masters between steps. Of each tensor only n, param, param_dtype, param_low and low_sums are read; all of
+// them are needed. After an error nothing has changed.
+spw_status spw_low_bits_settle(const spw_tensor *tensors,
+                               uint64_t count);
 
 #ifdef __cplusplus
 } // extern "C"

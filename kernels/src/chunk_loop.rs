@@ -20,6 +20,20 @@ pub trait Op {
     /// Same contract as [`Vector`], for the group that `access` reads and writes at `at`.
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V;
 
+    /// Called before the first group of the tile that begins at element `at`.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`], for the elements of the chunk.
+    #[inline(always)]
+    unsafe fn begin_tile<V: Vector>(&mut self, _at: usize) {}
+
+    /// Called after the last group of the tile of `count` elements that begins at element `at`.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`], for the elements of the chunk.
+    #[inline(always)]
+    unsafe fn end_tile<V: Vector>(&mut self, _at: usize, _count: usize) {}
+
     /// Called once, after the last group of the chunk.
     ///
     /// # Safety
@@ -38,6 +52,8 @@ pub struct ChunkLoop<O, const SQUARES: bool> {
 
 /// How a group of elements is read and written: all lanes, or only the first lanes.
 pub trait Access: Copy {
+    /// True if the group has all lanes.
+    const WHOLE: bool;
     /// Loads the group; lanes outside it are zero.
     ///
     /// # Safety
@@ -77,6 +93,7 @@ struct Partial(usize);
 pub const MAX_LANES: usize = 16;
 
 impl Access for Full {
+    const WHOLE: bool = true;
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
         // SAFETY: the caller upholds the callee's contract.
@@ -123,6 +140,7 @@ impl Partial {
 }
 
 impl Access for Partial {
+    const WHOLE: bool = false;
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
         // SAFETY: the padded array holds a whole vector.
@@ -166,11 +184,12 @@ impl<O: Op, const SQUARES: bool> Body for ChunkLoop<O, SQUARES> {
         let mut lanes = [0.0; LANES];
         let mut at = 0;
         while at < n {
-            let tile = at / TILE;
+            let (tile, begin) = (at / TILE, at);
             let end = n.min(at + TILE);
             let whole = end - (end - at) % V::LANES;
             // SAFETY: every group lies below n; at % LANES is a multiple of V::LANES, which divides LANES.
             unsafe {
+                op.begin_tile::<V>(begin);
                 while at < whole {
                     let grad: V = op.apply(at, Full);
                     if SQUARES {
@@ -185,6 +204,7 @@ impl<O: Op, const SQUARES: bool> Body for ChunkLoop<O, SQUARES> {
                     }
                     at = end;
                 }
+                op.end_tile::<V>(begin, end - begin);
             }
             if SQUARES {
                 sums[tile] = squares::tile_sum(&mut lanes);

@@ -5,6 +5,7 @@
 
 use std::ffi::c_void;
 
+use super::squares::TILE;
 use super::tensor::{States, Tensor};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 
@@ -18,6 +19,7 @@ pub struct LentTensor {
     shadow: Option<RawStates>,
     takes_copy: bool,
     low: Option<*mut u16>,
+    low_sums: *mut u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -51,6 +53,7 @@ impl LentTensor {
             shadow: tensor.shadow.as_mut().map(RawStates::of),
             takes_copy: tensor.takes_copy(),
             low: tensor.is_split().then(|| tensor.low_address()),
+            low_sums: tensor.low_sums_address(),
         }
     }
 
@@ -105,14 +108,20 @@ impl LentTensor {
         // SAFETY: `new` took the addresses from slices of `n` elements that do not overlap. The memory is lent until
         // `self` is dropped, and the result borrows `self` exclusively.
         unsafe {
-            Tensor::of_checked(
+            let tensor = Tensor::of_checked(
                 self.states.borrow(n),
                 self.grad.borrow(n),
                 param_copy.map(|copy| copy.borrow_mut(n)),
                 shadow.map(|shadow| shadow.borrow(n)),
                 self.low.map(|low| std::slice::from_raw_parts_mut(low, n)),
                 self.takes_copy && param_copy.is_some(),
-            )
+            );
+            match self.low_sums.is_null() {
+                true => tensor,
+                false => {
+                    tensor.of_checked_sums(std::slice::from_raw_parts_mut(self.low_sums, n.div_ceil(TILE)))
+                }
+            }
         }
     }
 }

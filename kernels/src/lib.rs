@@ -11,6 +11,7 @@
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `split` | the step of a bf16 parameter with a split f32 master |
+//! | `word_sum` | the sums that tell such a step whether other code has written to the parameter |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `take` | takes what other code has written to the 16-bit copy of a parameter into the parameter |
 //! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
@@ -45,6 +46,7 @@ mod take;
 mod tensor;
 mod undo;
 mod vector;
+mod word_sum;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -70,6 +72,7 @@ pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
 pub use step::grad_squares;
 pub use stochastic::stochastic_key;
 pub use tensor::{States, Tensor};
+pub use word_sum::settle_low_bits;
 
 /// Internals that the tests of this crate use in addition to the public API.
 #[doc(hidden)]

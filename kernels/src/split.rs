@@ -11,6 +11,8 @@
 //! - A NaN becomes 0x7fc00000, so that the parameter is a NaN too.
 //! - A parameter with low bits of zero is its own master. With low bits of another master, a finite parameter is a
 //!   master within half a unit in its last place; zero is a denormal master, not a NaN.
+//! - With sums of tiles (see `word_sum`), low bits of a tile that other code has written count as zero. The loop over a
+//!   tile sums the elements that it writes, and those of the next tile, which are in no other pass.
 
 use super::chunk_loop::{Access, ChunkLoop, Op};
 use super::dispatch::Kernel;
@@ -18,8 +20,10 @@ use super::element::{Absent, Bf16, Element, F32, WithTypes, with_split_types};
 use super::float_mode::IeeeMode;
 use super::rules::{Arithmetic, ElementState};
 use super::spans::{AHEAD, Spans};
+use super::squares::TILE;
 use super::tensor::{Tensor, no_split_kernel};
 use super::vector::Vector;
+use super::word_sum::{STRIPE, WordSum, low_bits_count};
 use crate::error::Result;
 
 /// Steps one chunk of a tensor with a split master.
@@ -45,19 +49,89 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
         let Step { kernel, rule, tensor, squares } = self;
         let n = tensor.len();
-        let low = tensor.low_address();
+        let (low, sums) = (tensor.low_address(), tensor.low_sums_address());
         let spans = Spans::<Bf16, S, G, Absent>::of(tensor);
         let _mode = IeeeMode::enter();
-        let op = Split { rule, spans, low };
+        let split = Split { rule, spans, low, counts: u32::from(u16::MAX) };
         // SAFETY: `with_split_types` chose S and G by the tensor's dtypes, and the parameter is bf16, so the addresses
-        // point to elements of these types. `Tensor::new_split` checked that every span has n elements. `check_states`
-        // checked that no state of the rule is missing. The tensor borrows all spans, and exclusively those that are
-        // written, for longer than this call.
+        // point to elements of these types. `Tensor::new_split` checked that every span has n elements, and
+        // `with_low_sums` that there is a sum for each tile. `check_states` checked that no state of the rule is missing.
+        // The tensor borrows all spans, and exclusively those that are written, for longer than this call.
         unsafe {
-            match squares {
-                true => kernel.run(ChunkLoop::<_, true> { op, n }),
-                false => kernel.run(ChunkLoop::<_, false> { op, n }),
+            match (sums.is_null(), squares) {
+                (true, true) => kernel.run(ChunkLoop::<_, true> { op: split, n }),
+                (true, false) => kernel.run(ChunkLoop::<_, false> { op: split, n }),
+                (false, true) => kernel.run(ChunkLoop::<_, true> { op: Summed::new(split, sums, n), n }),
+                (false, false) => kernel.run(ChunkLoop::<_, false> { op: Summed::new(split, sums, n), n }),
             }
+        }
+    }
+}
+
+/// A step of a split master with sums of its tiles.
+struct Summed<R, S: Element, G: Element> {
+    split: Split<R, S, G>,
+    /// One for each tile.
+    sums: *mut u64,
+    n: usize,
+    /// The elements of the present tile that were written.
+    written: WordSum,
+    /// Those of the next tile, before they are stepped.
+    ahead: WordSum,
+}
+
+impl<R: Arithmetic, S: Element, G: Element> Summed<R, S, G> {
+    fn new(split: Split<R, S, G>, sums: *mut u64, n: usize) -> Self {
+        Summed { split, sums, n, written: WordSum::EMPTY, ahead: WordSum::EMPTY }
+    }
+
+    /// The elements of a tile of `count` elements that whole groups have.
+    #[inline(always)]
+    fn in_groups<V: Vector>(count: usize) -> usize {
+        if V::LANES.is_multiple_of(STRIPE) { count - count % V::LANES } else { 0 }
+    }
+}
+
+impl<R: Arithmetic, S: Element, G: Element> Op for Summed<R, S, G> {
+    #[inline(always)]
+    unsafe fn begin_tile<V: Vector>(&mut self, at: usize) {
+        let count = TILE.min(self.n - at);
+        // The loop over the tile before has summed the groups of this one.
+        let summed = if at == 0 { 0 } else { Self::in_groups::<V>(count) };
+        // SAFETY: the tile and its sum lie inside the spans.
+        unsafe {
+            let tile = self.split.spans.before().param.add(at);
+            let counts =
+                low_bits_count(self.sums.add(at / TILE).read(), self.ahead.finish(tile, summed, count));
+            self.split.counts = if counts { u32::from(u16::MAX) } else { 0 };
+        }
+        (self.written, self.ahead) = (WordSum::EMPTY, WordSum::EMPTY);
+    }
+
+    #[inline(always)]
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
+        // SAFETY: the caller's contract covers every call below. A group of the next tile is added if it lies below n.
+        unsafe {
+            let grad = self.split.apply::<V, A>(at, access);
+            if A::WHOLE && V::LANES.is_multiple_of(STRIPE) {
+                let place = at % TILE;
+                let tile = self.split.spans.before().param.add(at - place);
+                self.written.add(tile, place, V::LANES);
+                if at + TILE + V::LANES <= self.n {
+                    self.ahead.add(tile.add(TILE), place, V::LANES);
+                }
+            }
+            grad
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn end_tile<V: Vector>(&mut self, at: usize, count: usize) {
+        // SAFETY: the tile and its sum lie inside the spans.
+        unsafe {
+            let tile = self.split.spans.before().param.add(at);
+            let sum = self.written.finish(tile, Self::in_groups::<V>(count), count);
+            self.sums.add(at / TILE).write(sum);
         }
     }
 }
@@ -66,6 +140,8 @@ struct Split<R, S: Element, G: Element> {
     rule: R,
     spans: Spans<Bf16, S, G, Absent>,
     low: *mut u16,
+    /// The low bits that count: all or none.
+    counts: u32,
 }
 
 impl<R: Arithmetic, S: Element, G: Element> Op for Split<R, S, G> {
@@ -78,6 +154,7 @@ impl<R: Arithmetic, S: Element, G: Element> Op for Split<R, S, G> {
             let (spans, zero) = (self.spans.before(), V::splat(0.0));
             let high = access.load_bits::<Bf16, V>(spans.param.add(at));
             let low = access.load_bits::<Bf16, V>(self.low.add(at));
+            let low = V::bits_and(low, V::bits_splat(self.counts));
             let old = ElementState {
                 param: F32::decode(join::<V>(high, low)),
                 exp_avg: if R::EXP_AVG { access.load::<S, V>(spans.exp_avg.add(at)) } else { zero },

@@ -56,6 +56,8 @@ pub struct Tensor<'a> {
     takes_copy: bool,
     /// Low bits of the master of a bf16 parameter (see `split`).
     low: Option<&'a mut [u16]>,
+    /// Sums of the tiles of such a parameter (see `word_sum`).
+    low_sums: Option<&'a mut [u64]>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
     /// Number of the first element, counted from the start of the tensor that this one is a part of.
@@ -112,6 +114,7 @@ impl<'a> Tensor<'a> {
             shadow,
             takes_copy,
             low,
+            low_sums: None,
             log: None,
             streams: Streams::default(),
             first: 0,
@@ -133,6 +136,26 @@ impl<'a> Tensor<'a> {
         let tensor = Tensor::of_checked(states, grad, None, None, Some(low), false);
         let dtypes = tensor.dtypes()?;
         if supports_split(dtypes) { Ok(tensor) } else { Err(no_split_kernel(dtypes)) }
+    }
+
+    /// Makes a step of a split master compare the parameter with the sums of its tiles, and store new ones: low bits of
+    /// tiles that other code has written count as zero (see `word_sum`). Fails for other tensors, and if `sums` has not one
+    /// word for each tile.
+    pub fn with_low_sums(self, sums: &'a mut [u64]) -> Result<Self> {
+        let tiles = self.len().div_ceil(TILE);
+        match (self.is_split(), sums.len() == tiles) {
+            (true, true) => Ok(self.of_checked_sums(sums)),
+            (false, _) => Err(Error::invalid("low_sums", "is set, but param_low is NULL")),
+            (true, false) => Err(Error::invalid(
+                "low_sums",
+                format!("has {} words, but param has {tiles} tiles", sums.len()),
+            )),
+        }
+    }
+
+    /// As [`Tensor::with_low_sums`], of sums that it has checked before.
+    pub(super) fn of_checked_sums(self, sums: &'a mut [u64]) -> Self {
+        Tensor { low_sums: Some(sums), ..self }
     }
 
     /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
@@ -198,6 +221,11 @@ impl<'a> Tensor<'a> {
         self.low.as_mut().map_or(std::ptr::null_mut(), |low| low.as_mut_ptr())
     }
 
+    /// The sums of tiles; null without.
+    pub(super) fn low_sums_address(&mut self) -> *mut u64 {
+        self.low_sums.as_mut().map_or(std::ptr::null_mut(), |sums| sums.as_mut_ptr())
+    }
+
     /// True if an undo log is attached.
     pub fn has_log(&self) -> bool {
         self.log.is_some()
@@ -254,6 +282,7 @@ impl<'a> Tensor<'a> {
         let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
         let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
+        let (low_sums, sums_rest) = self.low_sums.map(|sums| sums.split_at_mut(mid / TILE)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
             Tensor {
@@ -263,6 +292,7 @@ impl<'a> Tensor<'a> {
                 shadow,
                 takes_copy: self.takes_copy,
                 low,
+                low_sums,
                 log,
                 streams: self.streams,
                 first: self.first,
@@ -274,6 +304,7 @@ impl<'a> Tensor<'a> {
                 shadow: shadow_rest,
                 takes_copy: self.takes_copy,
                 low: low_rest,
+                low_sums: sums_rest,
                 log: log_rest,
                 streams: self.streams,
                 first: self.first + mid as u64,
@@ -290,6 +321,7 @@ impl<'a> Tensor<'a> {
             shadow: self.shadow.as_mut().map(States::reborrow),
             takes_copy: self.takes_copy,
             low: self.low.as_deref_mut(),
+            low_sums: self.low_sums.as_deref_mut(),
             log: self.log.as_deref_mut(),
             streams: self.streams,
             first: self.first,

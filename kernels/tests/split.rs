@@ -185,3 +185,112 @@ fn steps_that_are_recorded_or_undone_and_other_types_are_refused() {
     assert!(refuse(Dtype::Bf16, &mut [0; 15]).contains("param_low"));
     assert!(refuse(Dtype::F16, &mut [0; 16]).contains("param_low needs a bf16 param"));
 }
+
+/// Steps bf16 parameters with low bits, and sums if there are any.
+fn stepped(kernel: Kernel, param: &mut [bf16], low: &mut [u16], sums: Option<&mut [u64]>, squares: bool) {
+    let n = param.len();
+    let (mut m, mut v) = (vec![0.5; n], vec![1.0; n]);
+    let grad: Vec<f32> = (0..n).map(|index| (index % 7) as f32 - 3.0).collect();
+    let states = States {
+        param: FloatsMut::Bf16(param),
+        exp_avg: Some(FloatsMut::F32(&mut m)),
+        exp_avg_sq: Some(FloatsMut::F32(&mut v)),
+    };
+    let tensor = Tensor::new_split(states, Floats::F32(&grad), low).unwrap();
+    let tensor = match sums {
+        Some(sums) => tensor.with_low_sums(sums).unwrap(),
+        None => tensor,
+    };
+    adam_rule(WeightDecay::Decoupled).step(kernel, tensor, squares).unwrap();
+}
+
+#[test]
+fn low_bits_of_tiles_that_other_code_has_written_count_as_zero_on_every_kernel() {
+    const TILE: usize = squares::TILE;
+    for n in [1, 7, 8, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, TILE + 17, 3 * TILE + 9, CHUNK] {
+        let number = |at: usize| bf16::from_f32((at % 1009) as f32 / 1009.0 + 0.5);
+        let start: Vec<bf16> = (0..n).map(number).collect();
+        let low: Vec<u16> = (0..n).map(|at| (at as u16).wrapping_mul(0x9e37)).collect();
+        let mut known: Option<Vec<u64>> = None;
+        for (kernel, squares) in kernels().into_iter().flat_map(|kernel| [(kernel, false), (kernel, true)]) {
+            let what = format!("{} n={n}", kernel.name());
+            let (mut plain, mut plain_low) = (start.clone(), low.clone());
+            let (mut summed, mut summed_low) = (start.clone(), low.clone());
+            let mut sums = vec![0; n.div_ceil(TILE)];
+            // Without a sum the low bits count, and without a write too.
+            for _ in 0..3 {
+                stepped(kernel, &mut plain, &mut plain_low, None, squares);
+                stepped(kernel, &mut summed, &mut summed_low, Some(&mut sums), squares);
+                assert!(plain == summed && plain_low == summed_low, "{what}");
+            }
+            assert!(sums.iter().all(|sum| *sum != 0), "{what}");
+            let expected = known.get_or_insert_with(|| sums.clone());
+            assert_eq!(sums, *expected, "{what}: the sums are the same on every kernel");
+
+            for at in
+                [0, n / 2, n.saturating_sub(1), TILE - 1, TILE, 3 * TILE].into_iter().filter(|at| *at < n)
+            {
+                let word = bf16::from_bits(summed[at].to_bits() ^ 0x8000);
+                (plain[at], summed[at]) = (word, word);
+                let tile = at / TILE * TILE;
+                plain_low[tile..n.min(tile + TILE)].fill(0);
+                // A call without a step finds the same low bits and sums.
+                let (mut settled, mut settled_sums) = (summed_low.clone(), sums.clone());
+                settle_low_bits(&summed, &mut settled, &mut settled_sums);
+                assert!(settled == plain_low, "{what} at {at}");
+                settle_low_bits(&summed, &mut settled, &mut settled_sums);
+                assert!(settled == plain_low, "{what} at {at}");
+
+                stepped(kernel, &mut plain, &mut plain_low, None, squares);
+                stepped(kernel, &mut summed, &mut summed_low, Some(&mut sums), squares);
+                assert!(plain == summed && plain_low == summed_low, "{what} at {at}");
+                let before = sums.clone();
+                settle_low_bits(&summed, &mut summed_low, &mut sums);
+                assert!(
+                    sums == before && summed_low == plain_low,
+                    "{what} at {at}: sums of what the step wrote"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_change_with_exchanges_and_signs() {
+    let tile: Vec<bf16> =
+        (0..squares::TILE).map(|at| bf16::from_bits((at as u16).wrapping_mul(0x9e37))).collect();
+    let sum = |param: &[bf16]| {
+        let mut sums = [0];
+        settle_low_bits(param, &mut vec![0; param.len()], &mut sums);
+        sums[0]
+    };
+    let known = sum(&tile);
+    let differs = |name: &str, change: &dyn Fn(&mut [bf16])| {
+        let mut other = tile.clone();
+        change(&mut other);
+        assert_ne!(sum(&other), known, "{name}");
+    };
+    let negate = |word: &mut bf16| *word = bf16::from_bits(word.to_bits() ^ 0x8000);
+    for distance in [1, 3, 4, 7, 8, 16, 32, 64, 1024] {
+        differs("exchange", &|param| param.swap(100, 100 + distance));
+        differs("two signs", &|param| [100, 100 + distance].iter().for_each(|at| negate(&mut param[*at])));
+        differs("rotation", &|param| param.rotate_left(distance));
+    }
+    differs("all signs", &|param| param.iter_mut().for_each(negate));
+    differs("reversal", &|param| param.reverse());
+    for at in 0..tile.len() {
+        differs("one bit", &|param| param[at] = bf16::from_bits(param[at].to_bits() ^ 1 << (at % 16)));
+    }
+}
+
+#[test]
+fn sums_are_refused_without_low_bits_and_in_another_number() {
+    let (mut param, grad) = (vec![0.0f32; 16], vec![0.0f32; 16]);
+    let states = States { param: FloatsMut::F32(&mut param), exp_avg: None, exp_avg_sq: None };
+    let whole = Tensor::new(states, Floats::F32(&grad), None).unwrap();
+    assert!(whole.with_low_sums(&mut [0]).unwrap_err().to_string().contains("param_low is NULL"));
+    let (mut param, mut low) = (vec![bf16::ONE; 16], [0; 16]);
+    let states = States { param: FloatsMut::Bf16(&mut param), exp_avg: None, exp_avg_sq: None };
+    let split = Tensor::new_split(states, Floats::F32(&grad), &mut low).unwrap();
+    assert!(split.with_low_sums(&mut [0; 2]).unwrap_err().to_string().contains("low_sums"));
+}

@@ -8,6 +8,7 @@ pub mod deepspeed;
 pub mod grad;
 pub mod lent;
 pub mod lion;
+pub mod low_bits;
 pub mod parallel;
 pub mod recording;
 pub mod undo;

@@ -113,6 +113,7 @@ impl Tensor {
             shadow_exp_avg: shadow(1, &mut self.shadow),
             shadow_exp_avg_sq: shadow(2, &mut self.shadow),
             param_low: ptr::null_mut(),
+            low_sums: ptr::null_mut(),
         }
     }
 

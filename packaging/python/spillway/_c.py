@@ -331,6 +331,7 @@ class Tensor(Structure):
         ("shadow_exp_avg", c_void_p),
         ("shadow_exp_avg_sq", c_void_p),
         ("param_low", c_void_p),
+        ("low_sums", POINTER(c_uint64)),
     ]
 
 
@@ -1329,6 +1330,7 @@ PROTOTYPES = {
     "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_checksums": (c_int32, [POINTER(c_void_p), address("bytes"), u64("count"), POINTER(c_uint64)]),
+    "spw_low_bits_settle": (c_int32, [address("tensors"), u64("count")]),
     "spw_undo_open": (c_int32, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_undo_adagrad_step": (c_int32, [c_void_p, POINTER(AdagradOptions), address("tensors"), u64("count"), POINTER(StepStats)]),

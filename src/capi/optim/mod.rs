@@ -35,4 +35,6 @@ pub mod grad;
 
 pub mod checksum;
 
-pub use {adagrad::*, adam::*, checksum::*, grad::*, lion::*, tensor::*};
+pub mod low_bits;
+
+pub use {adagrad::*, adam::*, checksum::*, grad::*, lion::*, low_bits::*, tensor::*};

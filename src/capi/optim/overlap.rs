@@ -4,7 +4,7 @@
 
 use std::ffi::c_void;
 
-use super::tensor::{at, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
+use super::tensor::{at, bytes_of_sums, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
 use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
@@ -18,7 +18,7 @@ struct Range {
     span: u8,
 }
 
-const SPANS: [&str; 9] = [
+const SPANS: [&str; 10] = [
     "param",
     "grad",
     "exp_avg",
@@ -28,6 +28,7 @@ const SPANS: [&str; 9] = [
     "shadow_exp_avg",
     "shadow_exp_avg_sq",
     "param_low",
+    "low_sums",
 ];
 /// Spans of a sum of gradients.
 const SUM_SPANS: [&str; 2] = ["dst", "src"];
@@ -103,16 +104,17 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         5 => (raw.shadow_param.cast_const(), raw.param_dtype),
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
         7 => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
-        _ => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
+        8 => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
+        _ => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
     };
     range_of(tensor, span, address, dtype, raw.n)
 }
 
 fn range_of(tensor: u32, span: u8, address: *const c_void, dtype: u32, n: u64) -> Option<Range> {
-    let start = address.addr();
-    if start == 0 {
-        return None;
-    }
-    let bytes = dtype_size(dtype).saturating_mul(n).min(usize::MAX as u64) as usize;
-    (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
+    range_of_bytes(tensor, span, address.addr(), dtype_size(dtype).saturating_mul(n))
+}
+
+fn range_of_bytes(tensor: u32, span: u8, start: usize, bytes: u64) -> Option<Range> {
+    let bytes = bytes.min(usize::MAX as u64) as usize;
+    (start > 0 && bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
 }

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, FloatsMut};
+use crate::kernel::squares::TILE;
 use crate::kernel::{States, Tensor};
 use crate::optim::StepStats;
 
@@ -78,9 +79,16 @@ pub struct spw_tensor {
     pub shadow_exp_avg_sq: *mut c_void,
     /// `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
     /// the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
-    /// bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step` and
-    /// `spw_lion_step` take it, without shadow spans.
+    /// bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step`,
+    /// `spw_lion_step` and `spw_low_bits_settle` take it, without shadow spans.
     pub param_low: *mut c_void,
+    /// A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low. Shows whether other
+    /// code has written to param since the last step: a step compares the elements with the sum that the step before
+    /// has stored. Where they differ, the low bits of these elements count as zero, so that param is their master. Then
+    /// the step stores the sum of the elements that it has written. 0 in place of a sum: no step was taken yet, and the
+    /// low bits count; so set 0 at first, and after param and param_low were both written. Keep sums in memory only: they
+    /// are the same on every processor, but their definition may change.
+    pub low_sums: *mut u64,
 }
 }
 
@@ -131,12 +139,19 @@ fn known_dtype(dtype: u32) -> Option<Dtype> {
     }
 }
 
-/// Rejects param_low, for calls that do not step split masters.
+/// Rejects param_low and low_sums, for calls that do not step split masters.
 pub(in crate::capi) fn no_low_bits(tensors: &[spw_tensor]) -> Result<()> {
-    match tensors.iter().position(|raw| raw.n > 0 && !raw.param_low.is_null()) {
+    let is_split = |raw: &spw_tensor| !(raw.param_low.is_null() && raw.low_sums.is_null());
+    match tensors.iter().position(|raw| raw.n > 0 && is_split(raw)) {
         None => Ok(()),
+        Some(index) if tensors[index].param_low.is_null() => Err(at(index, sums_of_no_low_bits())),
         Some(index) => Err(at(index, no_split_masters())),
     }
+}
+
+/// The error for a tensor with low_sums and without param_low.
+fn sums_of_no_low_bits() -> Error {
+    Error::invalid("low_sums", "is set, but param_low is NULL")
 }
 
 /// The error for a tensor with param_low in a call that does not step split masters.
@@ -194,6 +209,9 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         let grad = span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?;
         let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
         let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
+        if raw.param_low.is_null() && !raw.low_sums.is_null() {
+            return Err(sums_of_no_low_bits());
+        }
         if !raw.param_low.is_null() {
             return split_tensor(raw, States { param, exp_avg, exp_avg_sq }, grad);
         }
@@ -216,10 +234,50 @@ unsafe fn split_tensor<'a>(raw: &spw_tensor, states: States<'a>, grad: Floats<'a
     if raw.take_copy != 0 {
         return Err(Error::invalid("take_copy", "is 1, but there is no param_copy"));
     }
+    // SAFETY: the caller lends the spans.
+    let (low, sums) = unsafe { (low_bits(raw)?, low_sums(raw)?) };
+    let tensor = Tensor::new_split(states, grad, low)?;
+    Ok(match sums {
+        Some(sums) => tensor.with_low_sums(sums)?,
+        None => tensor,
+    })
+}
+
+/// # Safety
+/// The caller lends param_low, of n words, for `'a`.
+pub(super) unsafe fn low_bits<'a>(raw: &spw_tensor) -> Result<&'a mut [u16]> {
     let n = checked_length(raw.param_low, Dtype::Bf16, raw.n, "param_low")?;
     // SAFETY: not NULL, aligned, n words that fit the address space; the caller lends them to us alone.
-    let low = unsafe { std::slice::from_raw_parts_mut(raw.param_low.cast::<u16>(), n) };
-    Ok(Tensor::new_split(states, grad, low)?)
+    Ok(unsafe { std::slice::from_raw_parts_mut(raw.param_low.cast::<u16>(), n) })
+}
+
+/// Bytes of the sums of a tensor, which has a word for each tile.
+pub(super) fn bytes_of_sums(n: u64) -> u64 {
+    n.div_ceil(TILE as u64) * 8
+}
+
+/// The sums of tiles; `None` without.
+///
+/// # Safety
+/// The caller lends low_sums for `'a`.
+pub(super) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u64]>> {
+    let address = raw.low_sums;
+    if address.is_null() {
+        return Ok(None);
+    }
+    if !address.is_aligned() {
+        return Err(Error::invalid("low_sums", format!("address {address:p} is not aligned to 8 bytes")));
+    }
+    // Fewer bytes than those of param, which fit the address space.
+    let bytes = bytes_of_sums(raw.n);
+    if address.addr() as u128 + u128::from(bytes) > ADDRESS_SPACE {
+        return Err(Error::invalid(
+            "low_sums",
+            format!("{bytes} bytes from {address:p} exceed the address space"),
+        ));
+    }
+    // SAFETY: not NULL, aligned, and words that fit the address space; the caller lends them to us alone.
+    Ok(Some(unsafe { std::slice::from_raw_parts_mut(address, (bytes / 8) as usize) }))
 }
 
 /// Rejects shadow spans, for calls that keep their own states.

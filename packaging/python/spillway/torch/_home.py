@@ -7,17 +7,12 @@ the optimizer, never the optimizer.
 A signal handler may raise between any two bytecodes, also after the library has written the parameters. Invariants:
 - The home holds a call before the library is entered. The library's status and the new versions are stored without a bytecode between the
   call and the store.
-- `Call.settle` may be repeated: it sets step counts and versions to values that were computed once.
-
-Marks: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter only. Version
-and sum of each parameter with low bits are noted at its last step, and the version of the low bits, into which a checkpoint may be loaded.
-The present table has these marks, and `_noted` those of parameters that a former table has stepped. A mark is valid for the dict of
-states with which it was noted, because `load_state_dict` brings new low bits."""
+- `Call.settle` may be repeated: it sets step counts and versions to values that were computed once."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -29,10 +24,11 @@ from .._commit import Commit
 from .._groups import Rule, is_torchs
 from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
-from .._written import facts, sums, version
+from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._low_bits import Note, first_note, settle
 from ._norm import part_of
-from ._states import LOW, MASTER, Precision, check_steps, join, master_of, version_of_low, with_values
+from ._states import LOW, MASTER, Precision, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (
     Row,
@@ -53,8 +49,6 @@ _version = attrgetter("_version")
 _increment = torch._C._increment_version
 _Result = TypeVar("_Result")
 _Groups = list[dict[str, Any]]
-#: Version and sum of a parameter; the sum is None if the program may have written before it could be taken.
-_Mark = tuple[int, Any]
 #: Loads a state dict as torch does, after a function has seen it and the groups, or has replaced it by its result. Returns groups and
 #: states. With True, the states stay those of before.
 ByTorch = Callable[[Callable[[dict[str, Any], _Groups], Any], bool], tuple[_Groups, Any]]
@@ -319,7 +313,8 @@ class Memory(Home):
         super().__init__(name, rule, precision)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self._table: Table | None = None
-        self._noted: dict[torch.Tensor, tuple[_Mark, int, dict[str, Any]]] = {}
+        #: Notes of parameters that a former table has stepped.
+        self._noted: dict[torch.Tensor, Note] = {}
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> Table:
         """The table of the present tensors."""
@@ -374,7 +369,7 @@ class Memory(Home):
 
     def _row(self, groups: list[dict[str, Any]], states: Any, number: int, index: int, name: str) -> Row:
         param = groups[number]["params"][index]
-        own, master = self._states_of(groups[number], param, states[param], name), None
+        own, master, sums = self._states_of(groups[number], param, states[param], name), None, None
         if self.precision.has_master(param):
             key, dtype = self.precision.master_state
             if key == LOW and param.dtype is not torch.bfloat16:
@@ -384,7 +379,11 @@ class Memory(Home):
             lay_out(param, states[param], [key])
             master = master_of(self.precision, param, states[param])
             check_state(local(param), master, key, name, (dtype,))
-        row = Row(number, index, local(param), local(getattr(param, self.grad_name)), own, master, self.copies.get(param))
+            if key == LOW:
+                known = self._noted.get(param)
+                note = known.present() if known is not None and known.is_of(states[param]) else first_note(states[param])
+                sums = note.sums
+        row = Row(number, index, local(param), local(getattr(param, self.grad_name)), own, master, self.copies.get(param), sums)
         if self.undo or master is not None:
             check_versions([row.param, row.grad, *own, *([] if master is None else [master])], name)
         return row
@@ -432,29 +431,18 @@ class Memory(Home):
 
     def note_versions(self, states: Any) -> None:
         """Notes that all low bits belong to the present values of their parameters."""
-        params = [param for param, state in states.items() if LOW in state]
-        self._noted = {param: (mark, version_of_low(states[param]), states[param]) for param, mark in zip(params, _marks(params))}
+        self._noted = {param: first_note(state) for param, state in states.items() if LOW in state}
+        settle(self._noted.items())
 
     def _forget_low_bits(self, states: Any) -> None:
-        """Makes parameters that the program has written to since their last step their own split masters, unless it has also written the
-        low bits: then it has loaded both in place."""
-        if self.precision.master != "split":
-            return
-        noted, stale = self._compared(states)
-        for param in stale:
-            local(states[param][LOW]).zero_()
-        self._noted = {param: (mark, version_of_low(states[param]), states[param]) for param, mark in noted.items()}
+        """Makes low bits zero that the program has made stale."""
+        if self.precision.master == "split":
+            self._noted = {param: note.present() for param, note in self._notes().items() if note.is_of(states.get(param))}
+            settle(self._noted.items())
 
-    def _compared(self, states: Any) -> tuple[dict[torch.Tensor, _Mark], list[torch.Tensor]]:
-        """The present marks of parameters with low bits, and those of them whose low bits do not belong to the present values."""
-        known = {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
-        noted = {param: note for param, note in known.items() if states.get(param) is note[-1] and LOW in note[-1]}
-        marks, stale = dict(zip(noted, _marks(noted))), list[torch.Tensor]()
-        for param, ((before, one), low_version, state) in noted.items():
-            after, other = marks[param]
-            if (before != after or (one is not None and one != other)) and version_of_low(state) == low_version:
-                stale.append(param)
-        return marks, stale
+    def _notes(self) -> dict[torch.Tensor, Note]:
+        """All notes; those of the present table come last, as they are newer."""
+        return {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
 
     def rollback(self, states: Any) -> None:
         """Restores the parameters and states before the last step."""
@@ -485,8 +473,14 @@ class Memory(Home):
         with torch.no_grad():
             if self.precision.master == "f32" and MASTER in state:
                 return with_values(local(state[MASTER]), own)
-            is_stale = any(other is param for other in self._compared(states)[1])
-            return own.to(torch.float32) if is_stale or LOW not in state else join(own, local(state[LOW]))
+            if LOW not in state:
+                return own.to(torch.float32)
+            note = self._notes().get(param)
+            if note is None or not note.is_of(state):
+                return join(own, local(state[LOW]))
+            settled = note.copy()
+            settle([(param, settled)])
+            return join(own, local(settled.low))
 
     def fresh(self, states: Any) -> Home:
         """A home for a copy of the optimizer."""
@@ -499,12 +493,6 @@ def _lasting(state: Any) -> Any:
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) and value.is_inference() for value in state.values()):
         return state
     return {key: value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value for key, value in state.items()}
-
-
-def _marks(params: Iterable[torch.Tensor]) -> list[_Mark]:
-    """Version and sum of each parameter."""
-    own = [*map(local, params)]
-    return [*zip(map(version, own), sums(own))]
 
 
 def _serves(table: Table, groups: list[dict[str, Any]], states: Any) -> bool:

@@ -24,9 +24,9 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
-from .._written import Sums
 from ..errors import InvalidArgumentError, SpillwayError, is_own
-from ._states import LOW, is_count, version_of_low
+from ._low_bits import Note, pointer_to
+from ._states import LOW, is_count
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.
@@ -125,6 +125,7 @@ class Table:
             param, copy, entry.take_copy = row.master, row.param, 1
         elif row.master is not None:
             entry.param_low = row.master.data_ptr()
+            entry.low_sums = pointer_to(row.low_sums)
         _tensor_rows.put(entry, "param", _span(param), "parameter or master")
         _tensor_rows.put(entry, "grad", _span(row.grad), "gradient")
         if copy is not None:
@@ -254,7 +255,7 @@ class Table:
         return [param for part in self._slices for param in part.local(part.owners)] if self._owners is None else self._owners
 
     def watched(self) -> list[torch.Tensor]:
-        """The parameters whose versions show if the program has written to them: those with masters."""
+        """The parameters whose versions show if the program has written to them: those with float32 masters."""
         return [param for part in self._slices if part.has_masters for param in part.local(part.owners)]
 
     def written(self) -> list[torch.Tensor]:
@@ -264,20 +265,17 @@ class Table:
         return [*self.params(), *map(local, tensors)]
 
     def note(self, versions: list[int], late: bool) -> None:
-        """Remembers versions and sums of `watched` after a step. `late`: the program may have written since."""
+        """Remembers versions of `watched` after a step. `late`: the program may have written since."""
         for part in self._slices:
             if part.has_masters:
                 count = len(part.owners)
                 part.note(versions[:count], late)
                 versions = versions[count:]
 
-    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[tuple[int, Any], int, dict[str, Any]]]]:
-        """Each parameter with low bits, its version and sum after the last step, the version of its low bits, and its states."""
+    def noted(self) -> Iterator[tuple[torch.Tensor, Note]]:
+        """Each parameter with low bits, and its note."""
         for part in self._slices:
-            if part.has_low_bits:
-                sums: Sequence[int | None] = part.sums or [None] * len(part.owners)
-                marks = zip(part.versions, sums)
-                yield from zip(part.owners, zip(marks, part.low_versions, part.inner))
+            yield from zip(part.owners, part.notes)
 
     def name(self, number: int) -> str:
         """The name of a row in messages."""
@@ -328,17 +326,14 @@ class Slice:
         self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
         self._step_addresses: list[int] = []
-        self.has_masters, self.has_low_bits = bool(master), master == LOW
-        #: Versions of parameters with masters after the last step.
-        self.versions: list[int] = list(map(_version, self.local(self.owners))) if master else []
-        self._words = Sums(self.local(self.owners) if self.has_low_bits else ())
-        #: Sums of parameters with low bits after the last step; None: they could not be taken then.
-        self.sums: list[int] | None = self._words.take()
-        #: The versions of low bits, which a step does not change.
-        self.low_versions = list(map(version_of_low, self.inner)) if self.has_low_bits else []
-        self._master_of = itemgetter(master) if master and not self.has_low_bits else None
-        #: The versions of f32 masters at the last step, which does not change them, and at the last refresh; whether a row takes no values
-        #: of its parameter.
+        self.has_masters = bool(master) and master != LOW
+        #: Versions of parameters with f32 masters after the last step.
+        self.versions: list[int] = list(map(_version, self.local(self.owners))) if self.has_masters else []
+        #: Of each row with low bits.
+        self.notes: list[Note] = [Note.of(state, row.low_sums) for state, row in zip(self.inner, rows) if row.low_sums is not None]
+        self._master_of = itemgetter(master) if master else None
+        #: The versions of masters or low bits at the last step, which does not change them, and at the last refresh; whether a row takes no
+        #: values of its parameter.
         self._master_versions = self._versions_of_masters()
         self._masters_now, self._ignores = self._master_versions, False
         states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
@@ -351,10 +346,10 @@ class Slice:
         self.lines = (0, 0)
 
     def note(self, versions: list[int], late: bool) -> None:
-        """Remembers these versions and the present sums of the parameters."""
-        self.sums, self.versions = None, versions
+        """Remembers these versions of the parameters."""
+        self.versions = versions
         if not late:
-            self.sums, self._master_versions = self._words.take(), self._masters_now
+            self._master_versions = self._masters_now
 
     def note_steps(self) -> None:
         """Remembers where the step counts lie."""
@@ -384,11 +379,12 @@ class Slice:
         params = self.owners if not self.distributed else self.local(self.owners)
         if not self.has_memory(params):
             return False
-        if self.has_low_bits and (self.sums is None or list(map(_version, params)) != self.versions or self._words.take() != self.sums):
-            return False
         self._masters_now = self._versions_of_masters()
         if self._ignores or self._masters_now != self._master_versions:
-            self._choose_masters(params, entries)
+            if self.notes:
+                self.notes, self._master_versions = [note.present() for note in self.notes], self._masters_now
+            else:
+                self._choose_masters(params, entries)
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False
         grads = list(map(self._grad, self._params))
@@ -413,7 +409,7 @@ class Slice:
         return True
 
     def _versions_of_masters(self) -> list[int]:
-        """The versions of the f32 masters."""
+        """The versions of the masters or low bits."""
         return [] if self._master_of is None else list(map(_version, self.local(map(self._master_of, self.inner))))
 
     def _choose_masters(self, params: Sequence[torch.Tensor], entries: Any) -> None:

@@ -51,6 +51,8 @@ class Row(NamedTuple):
     master: torch.Tensor | None = None
     #: Receives the stepped float32 parameter, rounded to 16 bits.
     copy: torch.Tensor | None = None
+    #: The sums of a parameter with low bits.
+    low_sums: torch.Tensor | None = None
 
 
 def name_of(group: dict[str, Any], number: int, place: int) -> str:

@@ -26,10 +26,10 @@ use crate::sys::sync::{Guard, Lock};
 #[derive(Debug, Default)]
 pub struct Ready(Lock<Vec<Mark>>);
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Mark {
     Upload(Arc<Transfers>, u64),
-    Step(GpuEvent),
+    Step(Arc<GpuEvent>),
 }
 
 impl Ready {
@@ -41,10 +41,13 @@ impl Ready {
         })
     }
 
-    /// Blocks the calling thread until the parameters are there.
+    /// Blocks the calling thread until the parameters are there. Errors: `Timeout` after the device's patience.
     fn settle(&self) -> Result<()> {
-        let marks = std::mem::take(&mut *self.marks());
-        marks.iter().try_for_each(Mark::settle)
+        let marks = self.marks().clone();
+        marks.iter().try_for_each(Mark::settle)?;
+        // A bucket runs one task at a time: no mark was added meanwhile.
+        self.marks().clear();
+        Ok(())
     }
 
     fn marks(&self) -> Guard<'_, Vec<Mark>> {
@@ -55,8 +58,8 @@ impl Ready {
 impl Mark {
     fn settle(&self) -> Result<()> {
         match self {
-            Mark::Upload(transfers, ticket) => transfers.wait(*ticket, None),
-            Mark::Step(event) => event.synchronize(),
+            Mark::Upload(transfers, ticket) => transfers.settle(*ticket),
+            Mark::Step(event) => event.wait(),
         }
     }
 }
@@ -65,7 +68,8 @@ impl Mark {
 impl Drop for Ready {
     fn drop(&mut self) {
         // `get_mut` takes no lock: after a fork, another thread of the parent may have held it. Errors are ignored: a
-        // lost context, or the context of another process, copies nothing any more.
+        // lost context, or the context of another process, copies nothing any more. If the device hangs, its transfers
+        // keep the host memory.
         let marks = self.0.get_mut();
         let _ = marks.iter().try_for_each(Mark::settle);
     }
@@ -97,7 +101,6 @@ impl Publication {
 
     fn upload(&self) -> Result<()> {
         for copy in self.copies.iter() {
-            // Without the lock: the call may wait for room in the driver's queue.
             let ticket = self.transfers.start(copy)?;
             self.ready.marks().push(Mark::Upload(Arc::clone(&self.transfers), ticket));
         }
@@ -273,7 +276,7 @@ mod tests {
         let copy = Copy {
             direction: Direction::H2d,
             device: floats,
-            host: source.clone(),
+            host: source.clone().into(),
             host_dtype: Dtype::Bf16,
             after,
         };

@@ -96,7 +96,9 @@ impl Lane {
             let last = request.copy.last_stream();
             let given = catch_unwind(AssertUnwindSafe(|| self.give(&request)));
             let given = given.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
-            let Request { lease, .. } = request;
+            let Request { copy, lease, .. } = request;
+            // Whoever knows that the copy is over may expect that its memory is let go.
+            drop(copy);
             let running = given.map(|(done, host)| Running { done, _host: host, _lease: lease });
             tickets.gave(ticket, last, running);
         }

@@ -1,15 +1,21 @@
 //! Copy calls return at once, whatever is in the driver's queues and whatever the driver waits for.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use fakecuda::capture::GLOBAL;
+
 use super::transfer::{CHUNK, Fixture};
-use super::until;
+use super::{foreign, until};
 use crate::dtype::Dtype;
 use crate::error::{Error, GpuKind};
-use crate::gpu::kernels::DeviceFloats;
+use crate::gpu::kernels::{DeviceFloats, Kernels};
 use crate::gpu::lane::DEPTH;
 use crate::gpu::memory::Lockable;
+use crate::gpu::steps::Steps;
+use crate::gpu::stream::Stream;
 use crate::gpu::transfer::{After, Copy, Direction};
+use crate::gpu::watch::Watches;
 use crate::pool::pinned;
 use crate::pool::region::Backing;
 
@@ -78,19 +84,21 @@ fn a_call_waits_neither_for_space_in_the_driver_nor_for_the_other_direction() {
 #[test]
 fn the_first_copy_of_memory_is_registered_by_the_thread_of_its_direction() {
     let mut fixture = Fixture::new(66);
-    let (_memory, floats) = fixture.memory(Dtype::F32, 1 << 20);
+    let (_memory, floats) = fixture.memory(Dtype::F32, CHUNK);
     let known = fixture.pinned(&[0; 4 * CHUNK]);
-    let fresh = pinned::alloc(4 << 20, Backing::default()).unwrap();
+    // Larger than what shares a region.
+    let fresh = pinned::alloc(32 << 20, Backing::default()).unwrap();
     fixture.blocks.push(fresh.address());
     fixture.framework.record(&fixture.there).unwrap();
     fakecuda::with(66, |gpu| gpu.stalled = true);
     let before = calls(66, "cuMemHostRegister_v2");
-    let host = fixture.registry.lockable(fresh, "host").unwrap();
-    let first = fixture.transfers.start(&copy(Direction::D2h, floats, host)).unwrap();
+    let part = fresh.part(0, 40);
+    let host = fixture.registry.lockable(part, "host").unwrap();
+    let first = fixture.transfers.start(&copy(Direction::D2h, floats.part(0, 10), host)).unwrap();
     until(|| fakecuda::with(66, |gpu| gpu.waiting == 1));
     assert_eq!(calls(66, "cuMemHostRegister_v2") - before, 1);
     // Neither the other direction nor the registry waits for it.
-    let other = fixture.transfers.start(&copy(Direction::H2d, floats.part(0, CHUNK as u64), known)).unwrap();
+    let other = fixture.transfers.start(&copy(Direction::H2d, floats, known)).unwrap();
     fixture.transfers.stream_wait(other, fixture.stream()).unwrap();
     fixture.registry.lockable(fresh, "host").unwrap();
     assert!(matches!(fixture.transfers.wait(first, Some(Duration::ZERO)), Err(Error::Timeout(_))));
@@ -104,7 +112,7 @@ fn a_copy_that_failed_is_the_result_of_its_waits_and_the_next_one_goes_on() {
     let mut fixture = Fixture::new(67);
     let (_memory, floats) = fixture.memory(Dtype::Bf16, 3 * CHUNK);
     let host = fixture.pinned(&[0; 6 * CHUNK]);
-    // The second chunk of the first copy; the registration of other memory.
+    // The second chunk of the first copy.
     fakecuda::with(67, |gpu| gpu.faults.push(("cuMemcpyDtoHAsync_v2", 1, 1)));
     let tickets =
         [(); 2].map(|()| fixture.transfers.start(&copy(Direction::D2h, floats, host.clone())).unwrap());
@@ -152,4 +160,33 @@ fn a_copy_waits_for_the_event_as_it_was_at_the_call() {
     let ticket = fixture.transfers.start(&second).unwrap();
     fixture.transfers.wait(ticket, None).unwrap();
     assert_eq!(fixture.races(), [""; 0]);
+}
+
+/// A graph would replay Spillway's events without Spillway's work.
+#[test]
+fn every_call_refuses_a_stream_in_capture_by_name_and_the_graph_stays_good() {
+    let mut fixture = Fixture::new(74);
+    let (_memory, floats) = fixture.memory(Dtype::Bf16, 10);
+    let host = fixture.pinned(&[0; 20]);
+    let kernels = Arc::new(Kernels::load(&fixture.device).unwrap());
+    let (steps, watches) = (Steps::new(&fixture.device, &kernels).unwrap(), Watches::new(&fixture.device));
+    let captured = Stream::new(&fixture.device).unwrap();
+    let stream = foreign(&captured);
+    let plain = copy(Direction::D2h, floats, host);
+    let ticket = fixture.transfers.start(&plain).unwrap();
+    fixture.transfers.wait(ticket, None).unwrap();
+    let handle = captured.handle() as u64;
+    fakecuda::with(74, |gpu| assert_eq!(gpu.begin_capture(handle, GLOBAL), 0));
+    let refused = [
+        fixture.transfers.start(&Copy { after: After::Stream(stream), ..plain }).map(drop),
+        fixture.transfers.stream_wait(ticket, stream),
+        watches.stream(stream).map(drop),
+        steps.adam(&[], stream, false).map(drop),
+        steps.adam(&[], stream, true).map(drop),
+    ];
+    for refused in refused {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.starts_with("stream: is being captured into a CUDA graph"), "{refused}");
+    }
+    fakecuda::with(74, |gpu| assert_eq!(gpu.end_capture(handle), 0));
 }

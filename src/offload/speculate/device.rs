@@ -300,4 +300,40 @@ mod tests {
         drop((source, target));
         [from, to].iter().for_each(|block| pinned::free(*block).unwrap());
     }
+
+    /// The engine's callers have limits of their own; the task of the bucket fails, and overwrites nothing.
+    #[test]
+    fn a_device_that_hangs_fails_the_task_and_its_copy_is_not_overwritten() {
+        let device = device(77);
+        let kernels = Arc::new(Kernels::load(&device).unwrap());
+        let transfers = Arc::new(Transfers::new(&device, &kernels, 64).unwrap());
+        let registry = Registry::new(&device);
+        let memory = DeviceMemory::new(&device, 64).unwrap();
+        let (from, source) = locked(&registry);
+        let device_floats = DeviceFloats::new(memory.span(), Dtype::Bf16, "param").unwrap();
+        let copy = Copy {
+            direction: Direction::H2d,
+            device: device_floats,
+            host: source.clone().into(),
+            host_dtype: Dtype::Bf16,
+            after: After::Now,
+        };
+        let publication = Publication::new(&transfers, vec![copy]);
+        let writer = Box::new(Writer(source.span(), 0));
+        let mut bucket = Published::new(writer, Publish::Speculative, publication.clone());
+        fakecuda::with(77, |gpu| gpu.stalled = true);
+        bucket.run(Task::Speculate, &mut Recording::default()).unwrap();
+        device.set_patience(Duration::from_millis(5));
+        for _ in 0..2 {
+            let late = bucket.run(Task::Redo(0.5), &mut Recording::default()).unwrap_err();
+            assert!(matches!(late, Error::Timeout(_)), "{late}");
+            assert_eq!(source.span().to_vec(), [1; 64]);
+        }
+        fakecuda::resume(77);
+        transfers.finish().unwrap();
+        bucket.run(Task::Redo(0.5), &mut Recording::default()).unwrap();
+        assert_eq!(source.span().to_vec(), [2; 64]);
+        drop((bucket, publication, source));
+        pinned::free(from).unwrap();
+    }
 }

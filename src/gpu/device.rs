@@ -173,7 +173,7 @@ impl Device {
     /// Sets the limit of waits whose caller gives none.
     #[cfg(test)]
     pub(crate) fn set_patience(&self, limit: Duration) {
-        self.patience.lock().limit = limit;
+        *self.patience.lock() = Patience { limit, ended: false };
     }
 
     /// The driver's functions.

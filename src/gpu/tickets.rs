@@ -170,7 +170,10 @@ impl State {
 
     /// Another thread may have forgotten the copy meanwhile.
     fn forget(&mut self, stream: usize, ticket: u64) -> Option<Known> {
-        self.order[stream].pop_front_if(|oldest| *oldest == ticket)?;
+        if self.order[stream].front() != Some(&ticket) {
+            return None;
+        }
+        self.order[stream].pop_front();
         self.copies.remove(&ticket)
     }
 }

@@ -97,7 +97,7 @@ fn a_wait_ends_at_its_limit_and_costs_one_call_while_it_is_pending() {
     (0..5).for_each(|_| times_out(event.wait()));
     let calls =
         || fakecuda::with(73, |gpu| gpu.calls.iter().filter(|call| **call == "cuEventSynchronize").count());
-    assert_eq!(calls(), 1);
+    until(|| calls() == 1);
     stream.record(&event).unwrap();
     device.set_patience(Duration::from_secs(60));
     std::thread::scope(|scope| {

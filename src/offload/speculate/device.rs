@@ -330,7 +330,7 @@ mod tests {
             assert_eq!(source.span().to_vec(), [1; 64]);
         }
         fakecuda::resume(77);
-        transfers.finish().unwrap();
+        device.set_patience(Duration::from_secs(60));
         bucket.run(Task::Redo(0.5), &mut Recording::default()).unwrap();
         assert_eq!(source.span().to_vec(), [2; 64]);
         drop((bucket, publication, source));

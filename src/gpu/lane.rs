@@ -16,12 +16,12 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use super::copy::{Copy, Direction};
 use super::device::Device;
 use super::kernels::{DeviceFloats, Kernels};
 use super::memory::{DeviceMemory, HostSpan};
 use super::stream::{GpuEvent, Stream};
 use super::tickets::{Request, Running, Tickets};
-use super::transfer::{Copy, Direction};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 

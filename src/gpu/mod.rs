@@ -13,7 +13,7 @@
 //! | `tables`, `staging` | the lists in device memory, kept while they stay the same; the memory of their uploads |
 //! | `sums` | buffers for the sums of squares of one call |
 //! | [`transfer`] | copies of gradients to the host and of parameters to the device |
-//! | `tickets`, `lane` | what is known of each copy; the queue and the thread of a direction |
+//! | `copy`, `tickets`, `lane` | one copy; what is known of each; the queue and the thread of a direction |
 //! | `marks` | points in the framework's work at the time of a call |
 //! | [`watch`] | host threads wait for the framework's events |
 //! | `waiters` | waits in the driver with a limit of time |
@@ -27,6 +27,7 @@
 //! - cudarc panics if the library or a function is missing; here that is an error.
 //! - Tests replace the driver with a fake one.
 
+mod copy;
 mod lane;
 mod marks;
 mod module;

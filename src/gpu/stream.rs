@@ -219,7 +219,10 @@ impl GpuEvent {
             None => self.synchronize().map(|()| true),
             Some(_) if self.done()? => Ok(true),
             Some(until) if until <= Instant::now() => Ok(false),
-            Some(until) => self.device.waiters().wait(self, until),
+            Some(until) => {
+                let event = Arc::clone(self);
+                self.device.waiters().wait(self.last_record(), move || event.synchronize(), until)
+            }
         }
     }
 
@@ -235,7 +238,7 @@ impl GpuEvent {
     }
 
     /// The event and the number of its last record.
-    pub(super) fn last_record(&self) -> Record {
+    fn last_record(&self) -> Record {
         (self.handle, self.records.load(Ordering::Acquire))
     }
 

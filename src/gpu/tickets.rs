@@ -11,9 +11,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::copy::{Copy, Direction};
 use super::memory::HostSpan;
 use super::stream::GpuEvent;
-use super::transfer::{Copy, Direction};
 use crate::error::{Error, Result};
 use crate::pool::region::Lease;
 use crate::sys::sync::{Lock, Signal};

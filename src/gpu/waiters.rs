@@ -8,10 +8,10 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::stream::GpuEvent;
 use crate::error::{Error, Result};
 use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
@@ -20,10 +20,16 @@ use crate::sys::threads;
 pub(super) type Record = (usize, u64);
 
 /// The threads that wait for one device.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Waiters(Arc<Shared>);
 
-#[derive(Debug, Default)]
+impl fmt::Debug for Waiters {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Waiters").finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
 struct Shared {
     state: Lock<State>,
     /// Signalled when a wait was added, and at the end.
@@ -32,10 +38,10 @@ struct Shared {
     over: Signal,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     /// Waits that no thread has taken.
-    jobs: VecDeque<(Arc<GpuEvent>, Record, Arc<Wait>)>,
+    jobs: VecDeque<(Call, Record, Arc<Wait>)>,
     /// Waits that are not over.
     pending: HashMap<Record, Arc<Wait>>,
     /// Threads without a wait.
@@ -43,23 +49,30 @@ struct State {
     closing: bool,
 }
 
+/// The wait in the driver. It holds the event.
+type Call = Box<dyn Fn() -> Result<()> + Send>;
+
 /// One wait, and its outcome once it is over.
 type Wait = OnceLock<Result<()>>;
 
 impl Waiters {
-    /// Waits for the last record of `event`, at most until `until`. False if that time has come.
-    pub(super) fn wait(&self, event: &Arc<GpuEvent>, until: Instant) -> Result<bool> {
-        let record = event.last_record();
+    /// Waits for a record by `call`, at most until `until`. False if that time has come.
+    pub(super) fn wait(
+        &self,
+        record: Record,
+        call: impl Fn() -> Result<()> + Send + 'static,
+        until: Instant,
+    ) -> Result<bool> {
         let mut state = self.0.state.lock();
         let wait = match state.pending.get(&record) {
             Some(pending) => Arc::clone(pending),
-            None => self.add(&mut state, event, record)?,
+            None => self.add(&mut state, Box::new(call), record)?,
         };
         drop(self.0.over.wait_while(state, Some(until), |_| wait.get().is_none()));
         wait.get().map_or(Ok(false), |outcome| outcome.clone().map(|()| true))
     }
 
-    fn add(&self, state: &mut State, event: &Arc<GpuEvent>, record: Record) -> Result<Arc<Wait>> {
+    fn add(&self, state: &mut State, call: Call, record: Record) -> Result<Arc<Wait>> {
         if state.idle <= state.jobs.len() {
             let shared = Arc::clone(&self.0);
             threads::spawn_quiet("spillway-wait", move || shared.serve())
@@ -67,7 +80,7 @@ impl Waiters {
         }
         let wait = Arc::<Wait>::default();
         state.pending.insert(record, Arc::clone(&wait));
-        state.jobs.push_back((Arc::clone(event), record, Arc::clone(&wait)));
+        state.jobs.push_back((call, record, Arc::clone(&wait)));
         self.0.added.notify_one();
         Ok(wait)
     }
@@ -81,12 +94,12 @@ impl Waiters {
 
 impl Shared {
     fn serve(&self) {
-        while let Some((event, record, wait)) = self.next() {
+        while let Some((call, record, wait)) = self.next() {
             // The driver sleeps: the events block.
-            let outcome = event.synchronize();
-            // Before the event: another one may get its number.
+            let outcome = call();
+            // Before the event goes: another one may get its number.
             self.state.lock().pending.remove(&record);
-            drop(event);
+            drop(call);
             let state = self.state.lock();
             // Only this thread sets it.
             let _ = wait.set(outcome);
@@ -95,7 +108,7 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Option<(Arc<GpuEvent>, Record, Arc<Wait>)> {
+    fn next(&self) -> Option<(Call, Record, Arc<Wait>)> {
         let mut state = self.state.lock();
         state.idle += 1;
         let none = |state: &mut State| state.jobs.is_empty() && !state.closing;

@@ -128,7 +128,8 @@ spw_status spw_gpu_open(const spw_gpu_options *options,
                         spw_gpu **gpu_out);
 
 // Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
-// GPU keep working. NULL does nothing.
+// GPU keep working. NULL does nothing. SPW_ERR_TIMEOUT if the GPU has ended nothing for 30 minutes: the handle is
+// closed, and what the GPU may still use is never freed.
 spw_status spw_gpu_close(spw_gpu *gpu);
 
 // Reads the properties of the GPU.
@@ -241,7 +242,13 @@ typedef struct spw_gpu_link {
 
 // Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
 // Copies of one direction run in the order of the calls; the two directions run concurrently. To wait,
-// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`. A wait of CUDA, such as cuCtxSynchronize, does not cover copies
+// that a thread of the library has not given to the driver yet.
+//
+// The call waits neither for copies before it, nor for space for the copy in the driver's queues, nor for the driver to
+// page-lock memory at its first copy. It queues the mark of what the copy waits for: one event on the stream `handle`.
+// An error of the driver in a copy is the result of the waits for the copy. SPW_ERR_LIMIT if 65,536 copies
+// have not ended, or have failed.
 //
 // Kept: the host memory, pinned and unused, and the device memory, until the copy ends.
 spw_status spw_gpu_copy_start(const spw_gpu *gpu,
@@ -254,8 +261,11 @@ spw_status spw_gpu_copy_wait(const spw_gpu *gpu,
                              uint64_t ticket,
                              int64_t timeout_ms);
 
-// Makes work queued later on `stream` wait, on the device, for a copy.
-spw_status spw_gpu_copy_stream_wait(const spw_gpu *gpu, uint64_t ticket, uint64_t stream);
+// Makes work queued later on `stream` wait, on the device, for a copy. The call blocks until the driver has the copy: about
+// 100 small copies of a direction are with the driver at a time, and the others follow as those end.
+spw_status spw_gpu_copy_stream_wait(const spw_gpu *gpu,
+                                    uint64_t ticket,
+                                    uint64_t stream);
 
 // Returns the rates of the link and the type in which gradients should cross it (SuperOffload section 4.5). The type
 // is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.

@@ -13,13 +13,16 @@ use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUstreamCaptureMode};
 
 use super::driver::{Driver, failure};
 use super::table::{Code, Table, code};
+use super::waiters::Waiters;
 use crate::error::{Error, GpuKind, Result};
 use crate::pool::region::Backing;
+use crate::sys::sync::Lock;
 use crate::sys::topology::{Root, Topology};
 
 /// A GPU in use by this process.
@@ -33,7 +36,20 @@ pub struct Device {
     lost: AtomicI32,
     /// The NUMA node whose memory the GPU reaches best; `None` if it is not known or the only one.
     node: Option<u32>,
+    waiters: Waiters,
+    patience: Lock<Patience>,
 }
+
+/// How long a wait lasts whose caller gives no limit.
+#[derive(Debug)]
+struct Patience {
+    limit: Duration,
+    /// The last such wait ended at the limit: the next ones only ask.
+    ended: bool,
+}
+
+/// Longer than the timeouts of the collective operations that a stream may wait for.
+const PATIENCE: Duration = Duration::from_secs(30 * 60);
 
 /// Properties of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +90,16 @@ impl Device {
         }
         let ordinal = ordinal as c_int;
         let node = node_of(&driver, ordinal as usize);
-        let mut opened = Device { driver, ordinal, device: 0, context: 0, lost: AtomicI32::new(0), node };
+        let mut opened = Device {
+            driver,
+            ordinal,
+            device: 0,
+            context: 0,
+            lost: AtomicI32::new(0),
+            node,
+            waiters: Waiters::default(),
+            patience: Lock::new(Patience { limit: PATIENCE, ended: false }),
+        };
         // SAFETY: the driver is initialised; the pointer is valid.
         let found = unsafe { (opened.table().cuDeviceGet)(&raw mut opened.device, ordinal) };
         opened.check(found, || format!("opening GPU {ordinal}"))?;
@@ -118,18 +143,56 @@ impl Device {
         self.driver.check_process()
     }
 
+    pub(super) fn waiters(&self) -> &Waiters {
+        &self.waiters
+    }
+
+    /// The end of a wait whose caller gives no limit. A GPU that works needs no such end: after the first wait that
+    /// reaches it, later ones end at once until the GPU has ended something.
+    pub(super) fn patience(&self) -> Instant {
+        let patience = self.patience.lock();
+        let limit = if patience.ended { Duration::ZERO } else { patience.limit };
+        Instant::now() + limit
+    }
+
+    /// Takes note of whether a wait until [`Device::patience`] reached what it waited for.
+    pub(super) fn waited(&self, reached: bool) {
+        self.patience.lock().ended = !reached;
+    }
+
+    /// The error of a wait that ended at [`Device::patience`].
+    pub(super) fn hangs(&self) -> Error {
+        let limit = self.patience.lock().limit.as_secs();
+        Error::Timeout(format!(
+            "GPU {} has not ended its work within {limit} s; it may still use the memory: look for a kernel or a \
+             collective operation that hangs",
+            self.ordinal
+        ))
+    }
+
+    /// Sets the limit of waits whose caller gives none.
+    #[cfg(test)]
+    pub(crate) fn set_patience(&self, limit: Duration) {
+        *self.patience.lock() = Patience { limit, ended: false };
+    }
+
     /// The driver's functions.
     pub(super) fn table(&self) -> &Table {
         &self.driver.table
     }
 
-    /// Makes the context current on this thread until the guard is dropped. Errors: a forked child, or a sticky error.
-    pub(super) fn enter(&self) -> Result<Current<'_>> {
+    /// Fails as [`Device::enter`] does in a forked child and after a sticky error, without a call of the driver.
+    pub(super) fn usable(&self) -> Result<()> {
         self.driver.check_process()?;
         match self.lost.load(Ordering::Acquire) {
-            0 => {}
-            lost => return Err(self.gone(lost, "using the GPU".to_string())),
+            0 => Ok(()),
+            lost => Err(self.gone(lost, "using the GPU".to_string())),
         }
+    }
+
+    /// Makes the context current on this thread until the guard is dropped. Errors: a forked child, or a sticky error.
+    pub(super) fn enter(&self) -> Result<Current<'_>> {
+        self.usable()?;
         // SAFETY: the context is retained, and released only when the device is dropped.
         let pushed = unsafe { (self.table().cuCtxPushCurrent_v2)(self.context as CUcontext) };
         self.check(pushed, || "making the CUDA context current".to_string())?;
@@ -231,6 +294,9 @@ fn node_of(driver: &Driver, ordinal: usize) -> Option<u32> {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        if self.is_own() {
+            self.waiters.close();
+        }
         if self.context != 0 && self.is_own() {
             // SAFETY: retained once, in `open`. An error cannot be handled here.
             unsafe { (self.table().cuDevicePrimaryCtxRelease_v2)(self.device) };

@@ -81,7 +81,7 @@ fn copy_speeds(device: &Arc<Device>, transfers: &Transfers) -> Result<[f64; 4]> 
         loop {
             let device = DeviceFloats::new(memory.span().part(0, n * 2), Dtype::Bf16, "device")?;
             let host = registry.host(block.transfer(0, n as usize * host_dtype.size()), "host")?;
-            let copy = Copy { direction, device, host, host_dtype, after: After::Now };
+            let copy = Copy { direction, device, host: host.into(), host_dtype, after: After::Now };
             let seconds = best(|| transfers.measure(&copy))?;
             if seconds >= LONG.as_secs_f64() || n == MOST {
                 return Ok(n as f64 / seconds);

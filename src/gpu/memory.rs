@@ -3,6 +3,8 @@
 //! Invariants:
 //! - A [`HostSpan`] exists only for memory that the driver has page-locked, for Spillway or for the memory's owner. The
 //!   types therefore exclude copies through pageable memory, which are slow and synchronous.
+//! - A [`Lockable`] becomes a [`HostSpan`] by a call that may wait for the device: cuMemHostRegister waits for kernels
+//!   that run. A thread that must not wait passes it on. No lock is held meanwhile that another region needs.
 //! - Memory that Spillway registered is unregistered before it is unmapped.
 //! - Memory that Spillway registered is not mapped in a forked child. Since Linux 5.9 fork copies pinned pages at once;
 //!   on older kernels the parent may move to new pages while the GPU keeps accessing the old ones.
@@ -114,14 +116,51 @@ impl HostSpan {
         self.memory.span()
     }
 
+    /// The `len` bytes that begin `from` bytes into the span.
+    pub fn part(&self, from: usize, len: usize) -> HostSpan {
+        HostSpan { memory: self.memory.part(from, len), _registration: self._registration.clone() }
+    }
+}
+
+/// Pinned host memory which the driver may not have page-locked yet.
+#[derive(Debug, Clone)]
+pub struct Lockable {
+    memory: TransferBuffer,
+    lock: PageLock,
+}
+
+#[derive(Debug, Clone)]
+enum PageLock {
+    /// The memory is page-locked: by its owner, or by the registration.
+    Held(Option<Arc<Registration>>),
+    /// The first use registers the region.
+    AtUse(Arc<Known>),
+}
+
+impl Lockable {
+    /// The bytes.
+    pub fn span(&self) -> Span {
+        self.memory.span()
+    }
+
     /// Prevents the reuse of pinned memory until the lease is dropped.
     pub(super) fn lease(&self) -> Lease {
         self.memory.lease()
     }
 
-    /// The `len` bytes that begin `from` bytes into the span.
-    pub fn part(&self, from: usize, len: usize) -> HostSpan {
-        HostSpan { memory: self.memory.part(from, len), _registration: self._registration.clone() }
+    /// Page-locks the memory if it is not yet; waits for the device then.
+    pub(super) fn page_lock(&self) -> Result<HostSpan> {
+        let registration = match &self.lock {
+            PageLock::Held(registration) => registration.clone(),
+            PageLock::AtUse(known) => Some(known.register()?),
+        };
+        Ok(HostSpan { memory: self.memory.clone(), _registration: registration })
+    }
+}
+
+impl From<HostSpan> for Lockable {
+    fn from(span: HostSpan) -> Lockable {
+        Lockable { memory: span.memory, lock: PageLock::Held(span._registration) }
     }
 }
 
@@ -178,9 +217,20 @@ pub struct Registry {
 type Regions = HashMap<u64, Arc<Known>>;
 
 /// A region that a copy has named. Its registration waits in the driver, and no other region waits for it.
+#[derive(Debug)]
 struct Known {
+    device: Arc<Device>,
     region: Arc<Region>,
     registration: Deferred<Registration>,
+}
+
+impl Known {
+    fn register(&self) -> Result<Arc<Registration>> {
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
+        self.device.usable()?;
+        self.registration.get(|| Registration::new(&self.device, Arc::clone(&self.region)))
+    }
 }
 
 impl Registry {
@@ -209,18 +259,23 @@ impl Registry {
     /// Returns `memory` as page-locked memory: of spw_pinned_alloc (registered now if it is not yet), or memory that its
     /// owner page-locked through CUDA. Errors: any other memory, also if it reaches past an allocation.
     pub fn host(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<HostSpan> {
+        self.lockable(memory, argument)?.page_lock()
+    }
+
+    /// As [`Registry::host`], without a wait for the device: memory of spw_pinned_alloc is registered at its first use.
+    pub fn lockable(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<Lockable> {
         let memory = memory.into();
         if memory.is_empty() {
-            return Ok(HostSpan { memory, _registration: None });
+            return Ok(Lockable { memory, lock: PageLock::Held(None) });
         }
         let span = memory.span();
         let whole = pinned::is_whole(span);
         if let Some(region) = memory.region().filter(|_| whole) {
-            let registration = self.register(Arc::clone(region))?;
-            return Ok(HostSpan { memory, _registration: Some(registration) });
+            let lock = PageLock::AtUse(self.known(region)?);
+            return Ok(Lockable { memory, lock });
         }
         match whole && is_locked(&self.device, span)? {
-            true => Ok(HostSpan { memory, _registration: None }),
+            true => Ok(Lockable { memory, lock: PageLock::Held(None) }),
             false => Err(Error::invalid(
                 argument,
                 format!(
@@ -232,13 +287,14 @@ impl Registry {
         }
     }
 
-    fn register(&self, region: Arc<Region>) -> Result<Arc<Registration>> {
-        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
-        // fork.
-        drop(self.device.enter()?);
-        let new = || Arc::new(Known { region: Arc::clone(&region), registration: Deferred::new() });
-        let known = Arc::clone(self.regions.lock().entry(region.id()).or_insert_with(new));
-        known.registration.get(|| Registration::new(&self.device, Arc::clone(&region)))
+    fn known(&self, region: &Arc<Region>) -> Result<Arc<Known>> {
+        // Checks for a forked child before locking, as above.
+        self.device.usable()?;
+        let new = || {
+            let (device, region) = (Arc::clone(&self.device), Arc::clone(region));
+            Arc::new(Known { device, region, registration: Deferred::new() })
+        };
+        Ok(Arc::clone(self.regions.lock().entry(region.id()).or_insert_with(new)))
     }
 }
 

@@ -13,7 +13,10 @@
 //! | `tables`, `staging` | the lists in device memory, kept while they stay the same; the memory of their uploads |
 //! | `sums` | buffers for the sums of squares of one call |
 //! | [`transfer`] | copies of gradients to the host and of parameters to the device |
+//! | `copy`, `tickets`, `lane` | one copy; what is known of each; the queue and the thread of a direction |
+//! | `marks` | points in the framework's work at the time of a call |
 //! | [`watch`] | host threads wait for the framework's events |
+//! | `waiters` | waits in the driver with a limit of time |
 //! | [`link`], [`speeds`], [`profile`] | bandwidth of the link and speed of the CPU, measured once |
 //! | [`visible`], [`machine`] | the GPU behind each ordinal, and its place in the topology |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam |
@@ -24,11 +27,16 @@
 //! - cudarc panics if the library or a function is missing; here that is an error.
 //! - Tests replace the driver with a fake one.
 
+mod copy;
+mod lane;
+mod marks;
 mod module;
 mod staging;
 mod sums;
 mod table;
 mod tables;
+mod tickets;
+mod waiters;
 
 pub mod device;
 pub mod driver;

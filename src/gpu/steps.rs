@@ -9,7 +9,7 @@ use super::memory::Registry;
 use super::stream::{ForeignStream, GpuEvent, Stream};
 use super::sums::Sums;
 use super::tables::{Table, Tables};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::StepStats;
 use crate::stats;
 use crate::sys::sync::Lock;
@@ -21,6 +21,13 @@ pub struct Steps {
     kernels: Arc<Kernels>,
     registry: Registry,
     stream: Stream,
+    memory: Arc<Memory>,
+}
+
+/// What kernels use until they are over.
+#[derive(Debug)]
+struct Memory {
+    _kernels: Arc<Kernels>,
     tables: Tables,
     /// Buffers that no call uses.
     spare: Lock<Vec<Sums>>,
@@ -43,8 +50,11 @@ impl Steps {
             kernels: Arc::clone(kernels),
             registry: Registry::new(device),
             stream: Stream::new(device)?,
-            tables: Tables::new(device)?,
-            spare: Lock::default(),
+            memory: Arc::new(Memory {
+                _kernels: Arc::clone(kernels),
+                tables: Tables::new(device)?,
+                spare: Lock::default(),
+            }),
         })
     }
 
@@ -55,14 +65,14 @@ impl Steps {
     }
 
     /// As [`Steps::adam`] without `squares`; returns an event recorded behind the step.
-    pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<GpuEvent> {
+    pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<Arc<GpuEvent>> {
         self.run(jobs, stream, Part::Step).map(|(after, _)| after)
     }
 
     /// Returns the statistics of [`Steps::adam`] without stepping; blocks. The gradients are complete: the call waits for
     /// no other work of the framework.
     pub fn measure(&self, jobs: &[Job]) -> Result<StepStats> {
-        let after = GpuEvent::new(&self.device)?;
+        let after = Arc::new(GpuEvent::new(&self.device)?);
         let call = self.prepare(jobs, Part::Squares)?;
         let queued = self.launch(&call).and_then(|()| self.stream.record(&after));
         if queued.is_err() {
@@ -72,13 +82,13 @@ impl Steps {
         self.end(call, queued.map(|()| &after))
     }
 
-    /// Blocks until all steps are done.
+    /// Blocks until all steps are done. Errors: `Timeout` after the device's patience.
     pub fn finish(&self) -> Result<()> {
-        self.stream.synchronize()
+        self.stream.finish()
     }
 
-    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(GpuEvent, StepStats)> {
-        let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
+    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(Arc<GpuEvent>, StepStats)> {
+        let (before, after) = (GpuEvent::new(&self.device)?, Arc::new(GpuEvent::new(&self.device)?));
         let call = self.prepare(jobs, part)?;
         let stepped = self.step_between(&call, stream, &before, &after);
         if stepped.is_ok() {
@@ -128,8 +138,8 @@ impl Steps {
     /// The table does not wait for the framework, whose work it does not touch.
     fn upload(&self, call: &mut Call) -> Result<()> {
         let Some(words) = call.list.table()? else { return Ok(()) };
-        let table = call.table.insert(self.tables.take(&call.list, words.len())?);
-        self.tables.upload(table, words, &self.stream)
+        let table = call.table.insert(self.memory.tables.take(&call.list, words.len())?);
+        self.memory.tables.upload(table, words, &self.stream)
     }
 
     /// Enqueues the kernels of a call. After an error some of them are queued.
@@ -139,14 +149,14 @@ impl Steps {
     }
 
     /// Gives the memory of a call back. With sums, first blocks until they are there, and returns their statistics.
-    fn end(&self, mut call: Call, queued: Result<&GpuEvent>) -> Result<StepStats> {
+    fn end(&self, mut call: Call, queued: Result<&Arc<GpuEvent>>) -> Result<StepStats> {
         // Another call may have the table while this one waits.
         if let Some(table) = call.table.take() {
-            self.tables.give(table);
+            self.memory.tables.give(table);
         }
         let seen = queued.and_then(|after| match &call.sums {
             Some(sums) => {
-                after.synchronize()?;
+                after.wait()?;
                 Ok(StepStats::of(call.list.sum(&sums.read(call.list.count()))))
             }
             None => Ok(StepStats::default()),
@@ -158,14 +168,14 @@ impl Steps {
     /// What is queued ends before the next use of the memory, in the same stream.
     fn give_back(&self, call: Call) {
         if let Some(table) = call.table {
-            self.tables.give(table);
+            self.memory.tables.give(table);
         }
-        self.spare.lock().extend(call.sums);
+        self.memory.spare.lock().extend(call.sums);
     }
 
     /// Buffers that this call alone uses, reallocated if they are too small.
     fn sums(&self, list: &List) -> Result<Sums> {
-        let known = self.spare.lock().pop();
+        let known = self.memory.spare.lock().pop();
         match known.filter(|known| known.fit(list.count())) {
             Some(known) => Ok(known),
             None => Sums::new(&self.device, &self.registry, list.count()),
@@ -176,6 +186,9 @@ impl Steps {
 impl Drop for Steps {
     fn drop(&mut self) {
         // The module of the kernels may be unloaded next, and the arrays freed. With a lost context nothing is queued.
-        let _ = self.finish();
+        if matches!(self.finish(), Err(Error::Timeout(_))) {
+            // The kernels may still run, and use the memory.
+            std::mem::forget(Arc::clone(&self.memory));
+        }
     }
 }

@@ -4,11 +4,14 @@
 
 use std::ffi::{c_int, c_uint};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use cudarc::driver::sys::{CUevent, CUevent_flags, CUstream, CUstream_flags};
 
 use super::device::Device;
 use super::table::code;
+use super::waiters::Record;
 use crate::error::{Error, Result};
 
 const STREAM_NON_BLOCKING: c_uint = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
@@ -55,7 +58,7 @@ impl ForeignStream {
     /// Records `event` behind all work queued on the stream. Errors: the stream is being captured into a graph.
     pub fn record(self, event: &GpuEvent) -> Result<()> {
         self.refuse_capture(&event.device)?;
-        record(&event.device, self.0, event.handle)
+        event.record_in(self.0)
     }
 
     /// Refuses a stream in capture: the graph would replay Spillway's event, but not Spillway's work.
@@ -128,7 +131,15 @@ impl Stream {
 
     /// Records `event` behind all queued work.
     pub fn record(&self, event: &GpuEvent) -> Result<()> {
-        record(&self.device, self.handle, event.handle)
+        event.record_in(self.handle)
+    }
+
+    /// Blocks the calling thread until the work queued so far is done. Errors: `Timeout` after the device's patience; the
+    /// device may use the memory of the work then.
+    pub fn finish(&self) -> Result<()> {
+        let there = Arc::new(GpuEvent::new(&self.device)?);
+        self.record(&there)?;
+        there.wait()
     }
 
     /// Blocks the calling thread until all queued work is done.
@@ -154,6 +165,8 @@ impl Drop for Stream {
 pub struct GpuEvent {
     device: Arc<Device>,
     handle: usize,
+    /// Number of records so far.
+    records: AtomicU64,
 }
 
 impl GpuEvent {
@@ -173,7 +186,7 @@ impl GpuEvent {
         // SAFETY: the context is current; the pointer is valid.
         let made = unsafe { (device.table().cuEventCreate)(&raw mut handle, flags) };
         device.check(made, || "creating an event".to_string())?;
-        Ok(GpuEvent { device: Arc::clone(device), handle: handle as usize })
+        Ok(GpuEvent { device: Arc::clone(device), handle: handle as usize, records: AtomicU64::new(0) })
     }
 
     /// The event as a `CUevent`; valid until this object is dropped.
@@ -198,6 +211,40 @@ impl GpuEvent {
         // SAFETY: a live event of this object.
         let outcome = unsafe { (self.device.table().cuEventSynchronize)(self.handle as CUevent) };
         self.device.check(outcome, || "waiting for an event".to_string())
+    }
+
+    /// As [`GpuEvent::synchronize`], at most until `until`. False if that time has come.
+    pub fn wait_until(self: &Arc<GpuEvent>, until: Option<Instant>) -> Result<bool> {
+        match until {
+            None => self.synchronize().map(|()| true),
+            Some(_) if self.done()? => Ok(true),
+            Some(until) if until <= Instant::now() => Ok(false),
+            Some(until) => {
+                let event = Arc::clone(self);
+                self.device.waiters().wait(self.last_record(), move || event.synchronize(), until)
+            }
+        }
+    }
+
+    /// As [`GpuEvent::synchronize`]. Errors: `Timeout` after the device's patience; the device may use the memory of the
+    /// work then.
+    pub fn wait(self: &Arc<GpuEvent>) -> Result<()> {
+        let reached = self.wait_until(Some(self.device.patience()))?;
+        self.device.waited(reached);
+        match reached {
+            true => Ok(()),
+            false => Err(self.device.hangs()),
+        }
+    }
+
+    /// The event and the number of its last record.
+    fn last_record(&self) -> Record {
+        (self.handle, self.records.load(Ordering::Acquire))
+    }
+
+    fn record_in(&self, stream: usize) -> Result<()> {
+        self.records.fetch_add(1, Ordering::AcqRel);
+        record(&self.device, stream, self.handle)
     }
 
     /// Seconds from `self` to `later`. Both are timing events, and both are done.

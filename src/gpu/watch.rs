@@ -2,11 +2,8 @@
 //! the driver for one event at a time, and reports each.
 //!
 //! Invariants:
-//! - Each watch has a mark, an event of Spillway behind the framework's event. The framework may record its own event
-//!   again, or destroy it, as soon as the call has returned.
-//! - Marks are reported in the order of the calls. No work before a mark depends on what a later watch starts, since the
+//! - Each watch has a mark (see `marks`). Marks are reported in the order of the calls. No work before a mark depends on what a later watch starts, since the
 //!   work was queued before the later call.
-//! - The framework's streams get no work but the marks. Marks of events share one stream, unless calls overlap.
 //! - The thread ends with its last mark once the watches are dropped. A GPU that hangs keeps this thread only.
 #![forbid(unsafe_code)]
 
@@ -14,7 +11,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 use super::device::Device;
-use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
+use super::marks::Marks;
+use super::stream::{ForeignEvent, ForeignStream, GpuEvent};
 use crate::error::{Error, Result};
 use crate::sys::event::{Report, Status};
 use crate::sys::sync::{Lock, Signal};
@@ -24,8 +22,7 @@ use crate::sys::threads;
 #[derive(Debug)]
 pub struct Watches {
     device: Arc<Device>,
-    /// Streams that no call uses, for marks behind events.
-    streams: Lock<Vec<Stream>>,
+    marks: Marks,
     shared: Arc<Shared>,
 }
 
@@ -52,18 +49,13 @@ struct State {
 impl Watches {
     /// No watches yet. The first one starts the thread.
     pub fn new(device: &Arc<Device>) -> Watches {
-        Watches { device: Arc::clone(device), streams: Lock::default(), shared: Arc::default() }
+        Watches { device: Arc::clone(device), marks: Marks::new(device), shared: Arc::default() }
     }
 
     /// Watches the last record of `event`. Errors: it was recorded during a graph capture.
     pub fn event(&self, event: ForeignEvent) -> Result<Arc<Report>> {
         let mark = self.mark()?;
-        let idle = self.streams.lock().pop();
-        let stream = idle.map_or_else(|| Stream::new(&self.device), Ok)?;
-        // After an error the stream may take part in a capture, and is not used again.
-        stream.wait_foreign(event)?;
-        stream.record(&mark)?;
-        self.streams.lock().push(stream);
+        self.marks.behind(event, &mark)?;
         self.watch(mark)
     }
 

@@ -15,7 +15,7 @@ use crate::queue::{Mark, Stream, Work};
 pub type Code = i32;
 
 /// Number of fake devices.
-pub const DEVICES: usize = 64;
+pub const DEVICES: usize = 96;
 
 static GPUS: LazyLock<Vec<Mutex<Gpu>>> = LazyLock::new(|| (0..DEVICES).map(|_| Mutex::default()).collect());
 
@@ -38,7 +38,13 @@ pub(crate) fn unless_stalled(
 
 /// Ends the stall of GPU `ordinal`.
 pub fn resume(ordinal: u32) {
-    lock(ordinal).stalled = false;
+    let mut gpu = lock(ordinal);
+    gpu.stalled = false;
+    // An error of the work is that of later calls.
+    for stream in std::mem::take(&mut gpu.destroyed) {
+        let _ = gpu.stream_destroy(stream);
+    }
+    drop(gpu);
     RESUMED[ordinal as usize].notify_all();
 }
 
@@ -66,7 +72,7 @@ pub struct Gpu {
     pub waiting: usize,
     /// The limits of the device.
     pub limits: Limits,
-    /// The reasons why kernels were terminated.
+    /// The reasons why kernels were terminated, and the kernels whose module was unloaded before they ran.
     pub failures: Vec<String>,
     /// Names of the calls so far.
     pub calls: Vec<&'static str>,
@@ -84,6 +90,8 @@ pub struct Gpu {
     /// The number of clock entries for streams so far, and the entries of destroyed streams.
     actors: usize,
     idle_actors: Vec<usize>,
+    /// Streams that were destroyed while the device was stalled, and have work left.
+    destroyed: Vec<usize>,
     events: HashMap<usize, EventState>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) locked: BTreeMap<u64, u64>,
@@ -142,7 +150,8 @@ impl Gpu {
 
     /// Numbers of live objects: streams, events, modules, allocations, registrations.
     pub fn alive(&self) -> [usize; 5] {
-        let streams = self.streams.keys().filter(|stream| **stream != 0).count();
+        let own = |stream: &&usize| **stream != 0 && !self.destroyed.contains(stream);
+        let streams = self.streams.keys().filter(own).count();
         [streams, self.events.len(), self.modules.len(), self.allocations.len(), self.locked.len()]
     }
 
@@ -205,12 +214,22 @@ impl Gpu {
     }
 
     pub(crate) fn known(&self, stream: usize) -> Result<(), Code> {
-        if stream == 0 || self.streams.contains_key(&stream) { Ok(()) } else { Err(INVALID_HANDLE) }
+        let destroyed = self.destroyed.contains(&stream);
+        if stream == 0 || self.streams.contains_key(&stream) && !destroyed {
+            Ok(())
+        } else {
+            Err(INVALID_HANDLE)
+        }
     }
 
     pub(crate) fn stream_destroy(&mut self, stream: usize) -> Result<(), Code> {
         self.known(stream)?;
         self.break_capture_of(stream);
+        if self.stalled && !self.stream(stream).queue.is_empty() {
+            // The call returns, and the work is done later.
+            self.destroyed.push(stream);
+            return Ok(());
+        }
         self.drain(stream)?;
         // The host has waited for all of the stream's work, and the next stream with this
         // number inherits that knowledge.
@@ -350,7 +369,14 @@ impl Gpu {
         Ok(id)
     }
 
+    /// The driver does not wait for kernels of the module, whose code is gone.
     pub(crate) fn module_unload(&mut self, module: usize) -> Result<(), Code> {
+        let own = |kernel: &Arc<Kernel>| {
+            self.functions.values().any(|(owner, known)| *owner == module && Arc::ptr_eq(known, kernel))
+        };
+        if let Some(kernel) = self.queued_kernel(own) {
+            self.failures.push(format!("the module of {kernel} was unloaded before the kernel ran"));
+        }
         self.functions.retain(|_, (owner, _)| *owner != module);
         self.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)
     }

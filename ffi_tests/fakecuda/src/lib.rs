@@ -21,7 +21,7 @@
 //! | `order` | vector clocks, and the races that they show |
 //! | `ptx` | the kernels' PTX: parsed strictly, run thread by thread |
 //!
-//! There are 64 devices and they share nothing, so that tests can run at the same time. A program under test reads
+//! There are 96 devices and they share nothing, so that tests can run at the same time. A program under test reads
 //! the variables `FAKECUDA_INIT` (code of cuInit), `FAKECUDA_VERSION`, `FAKECUDA_DEVICES`, and `FAKECUDA_FAIL`, a
 //! list such as `cuMemAlloc_v2=2,cuStreamSynchronize=700`. `FAKECUDA_DEPTH` is how much a device may have queued.
 

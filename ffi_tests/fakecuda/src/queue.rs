@@ -95,6 +95,16 @@ impl Gpu {
         queued.filter(|queued| matches!(queued.work, Work::Kernel { .. })).count()
     }
 
+    /// The name of a kernel that has not run, if there is one of these.
+    pub(crate) fn queued_kernel(&self, of: impl Fn(&Arc<Kernel>) -> bool) -> Option<String> {
+        let queued = self.streams.values().flat_map(|stream| &stream.queue);
+        let mut kernels = queued.filter_map(|queued| match &queued.work {
+            Work::Kernel { kernel, .. } => Some(kernel),
+            Work::Copy { .. } | Work::Wait(_) | Work::Mark => None,
+        });
+        kernels.find(|kernel| of(kernel)).map(|kernel| kernel.name.clone())
+    }
+
     /// Runs all work of a stream; the host then knows that it has finished.
     pub(crate) fn drain(&mut self, stream: usize) -> Result<(), Code> {
         let place = self.stream(stream).queued;

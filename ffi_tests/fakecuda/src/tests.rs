@@ -195,11 +195,12 @@ fn each_device_has_memory_of_its_own() {
     crate::with(59, |gpu| assert_eq!((gpu.memory_used(), gpu.held(elsewhere, 100)), (100, Held::Device)));
 }
 
-#[test]
-fn launches_uploads_and_instructions_are_counted() {
-    const STORE: &str = ".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry store(\n.param .u64 store_param_0\n)\n{\n\
+const STORE: &str = ".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry store(\n.param .u64 store_param_0\n)\n{\n\
         .reg .b32 %r<2>;\n.reg .b64 %rd<3>;\nld.param.u64 %rd1, [store_param_0];\nmov.u32 %r1, %ctaid.x;\n\
         st.global.u32 [%rd1], %r1;\nret;\n}\n";
+
+#[test]
+fn launches_uploads_and_instructions_are_counted() {
     enter(58);
     let (stream, device) = (stream(), memory(8));
     crate::with(58, |gpu| {
@@ -217,4 +218,44 @@ fn launches_uploads_and_instructions_are_counted() {
         assert_eq!((gpu.uploaded, gpu.instructions), (8, 3 * 32 * 4));
         assert_eq!(gpu.failures, [""; 0]);
     });
+}
+
+#[test]
+fn a_module_that_is_unloaded_under_its_kernel_is_a_failure() {
+    enter(57);
+    let (stream, device) = (api::number(stream()), memory(4));
+    crate::with(57, |gpu| {
+        for (waits, failures) in [(true, 0), (false, 1)] {
+            let module = gpu.module_load(STORE).unwrap();
+            let function = gpu.function(module, "store").unwrap();
+            let kernel = gpu.kernel(function).unwrap();
+            gpu.launch(stream, kernel, 1, 1, device.to_ne_bytes().to_vec()).unwrap();
+            if waits {
+                gpu.stream_synchronize(stream).unwrap();
+            }
+            gpu.module_unload(module).unwrap();
+            assert_eq!(gpu.failures.len(), failures);
+        }
+    });
+}
+
+#[test]
+fn work_of_a_stream_that_was_destroyed_on_a_stalled_device_is_done_later() {
+    enter(56);
+    let (copies, device) = (stream(), memory(8));
+    let mut host = [7_u8; 8];
+    crate::with(56, |gpu| {
+        gpu.page_lock(host.as_ptr() as usize, host.len());
+        gpu.stalled = true;
+    });
+    // SAFETY: memory of the device and page-locked memory of the host, both valid until the end.
+    unsafe {
+        let page = host.as_mut_ptr().cast::<c_void>();
+        assert_eq!(api::cuMemcpyHtoDAsync_v2(device, page.cast_const(), 8, copies), 0);
+        assert_eq!(api::cuStreamDestroy_v2(copies), 0);
+        assert_ne!(api::cuStreamDestroy_v2(copies), 0);
+    }
+    crate::with(56, |gpu| assert_eq!((gpu.alive()[0], gpu.queued()), (0, 1)));
+    crate::resume(56);
+    crate::with(56, |gpu| assert_eq!((gpu.alive()[0], gpu.queued()), (0, 0)));
 }

@@ -99,7 +99,13 @@ pub struct spw_gpu_link {
 
 /// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
 /// Copies of one direction run in the order of the calls; the two directions run concurrently. To wait,
-/// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+/// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`. A wait of CUDA, such as cuCtxSynchronize, does not cover copies
+/// that a thread of the library has not given to the driver yet.
+///
+/// The call waits neither for copies before it, nor for space for the copy in the driver's queues, nor for the driver to
+/// page-lock memory at its first copy. It queues the mark of what the copy waits for: one event on the stream `handle`.
+/// An error of the driver in a copy is the result of the waits for the copy. SPW_ERR_LIMIT if 65,536 copies
+/// have not ended, or have failed.
 ///
 /// Kept: the host memory, pinned and unused, and the device memory, until the copy ends.
 ///
@@ -129,7 +135,8 @@ pub extern "C" fn spw_gpu_copy_wait(gpu: Option<&spw_gpu>, ticket: u64, timeout_
     guard(|| handle::get(gpu)?.transfers.wait(ticket, timeout(timeout_ms)))
 }
 
-/// Makes work queued later on `stream` wait, on the device, for a copy.
+/// Makes work queued later on `stream` wait, on the device, for a copy. The call blocks until the driver has the copy: about
+/// 100 small copies of a direction are with the driver at a time, and the others follow as those end.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.
@@ -198,7 +205,7 @@ pub(in crate::capi) unsafe fn copy_of(gpu: &spw_gpu, raw: &spw_gpu_copy) -> Resu
     // SAFETY: the caller's promise.
     let host = unsafe { Span::new(raw.host.cast(), bytes) };
     let host = host.ok_or_else(|| Error::invalid("copy.host", "is NULL"))?;
-    let host = gpu.registry.host(host, "copy.host")?;
+    let host = gpu.registry.lockable(host, "copy.host")?;
     Ok(Copy { direction, device, host, host_dtype, after })
 }
 

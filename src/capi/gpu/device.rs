@@ -156,13 +156,18 @@ const DEFAULT_CHUNK_BYTES: u64 = 32 << 20;
 const MOST_CHUNK_BYTES: u64 = 1 << 40;
 
 /// Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
-/// GPU keep working. NULL does nothing.
+/// GPU keep working. NULL does nothing. SPW_ERR_TIMEOUT if the GPU has ended nothing for 30 minutes: the handle is
+/// closed, and what the GPU may still use is never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
     guard(|| {
         if let Some(gpu) = handle::close(gpu) {
-            // A lost context has nothing to wait for.
-            let _ = (gpu.transfers.finish(), gpu.steps.finish());
+            for ended in [gpu.transfers.finish(), gpu.steps.finish()] {
+                // A lost context has nothing to wait for.
+                if let Err(error @ Error::Timeout(_)) = ended {
+                    return Err(error);
+                }
+            }
         }
         Ok(())
     })

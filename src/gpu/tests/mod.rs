@@ -1,7 +1,9 @@
 //! The GPU layer against the fake driver of ffi_tests/fakecuda. Each test uses its own device.
 
 mod bits;
+mod hang;
 mod lists;
+mod queue;
 #[path = "../../../kernels/tests/sample.rs"]
 mod sample;
 mod states;

@@ -3,7 +3,8 @@
 //! streams in an order of its own.
 //!
 //! Invariants:
-//! - The arrays stay in use until every stream is idle: dropping the backend waits for that.
+//! - The arrays stay in use until every stream is idle: dropping the backend waits for that. If the device hangs, the
+//!   backend's memory is never freed.
 //! - An event is created at its first use. As the schedule requires, waiting for an unrecorded event does not block.
 //! - Times come from the GPU, relative to a mark recorded when a step begins. They are for planning and traces only.
 //! - Consecutive parts of one copy get a single timing, since timing events take space in the device's queues.
@@ -38,7 +39,7 @@ pub struct Gpu {
     streams: HashMap<Lane, Stream>,
     clock: Stream,
     events: Lock<HashMap<LaneEvent, Arc<GpuEvent>>>,
-    memory: Memory,
+    memory: Arc<Memory>,
     rules: Lock<Arc<[AdamRule]>>,
     opened: Instant,
     times: Lock<Times>,
@@ -80,7 +81,7 @@ impl Gpu {
             streams: STREAMS.iter().map(stream).collect::<Result<_>>()?,
             clock: Stream::new(device)?,
             events: Lock::default(),
-            memory: Memory::new(device, kernels, registry, shape, subgroups)?,
+            memory: Arc::new(Memory::new(device, kernels, registry, shape, subgroups)?),
             rules: Lock::new(Arc::new([])),
             opened: Instant::now(),
             times: Lock::default(),
@@ -170,7 +171,7 @@ impl Backend for Gpu {
                     (_, Some(stream)) => stream.wait(&recorded),
                     (Lane::Model, None) => framework()?.wait(&recorded),
                     (_, None) => {
-                        recorded.synchronize()?;
+                        recorded.wait()?;
                         // The driver may wait for the whole device when memory is freed. A caller that reads states
                         // is in no step.
                         if edge == Edge::HomeBeforeRead { self.free_evicted() } else { Ok(()) }
@@ -229,9 +230,10 @@ impl Backend for Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        for stream in self.streams.values() {
-            // A lost context does no more work, so the error is ignored.
-            let _ = stream.synchronize();
+        let finished = self.streams.values().map(Stream::finish);
+        // A lost context does no more work, so its errors are ignored.
+        if finished.fold(false, |hangs, one| hangs | matches!(one, Err(Error::Timeout(_)))) {
+            std::mem::forget(Arc::clone(&self.memory));
         }
     }
 }

@@ -26,10 +26,10 @@ use crate::sys::sync::{Guard, Lock};
 #[derive(Debug, Default)]
 pub struct Ready(Lock<Vec<Mark>>);
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Mark {
     Upload(Arc<Transfers>, u64),
-    Step(GpuEvent),
+    Step(Arc<GpuEvent>),
 }
 
 impl Ready {
@@ -41,10 +41,13 @@ impl Ready {
         })
     }
 
-    /// Blocks the calling thread until the parameters are there.
+    /// Blocks the calling thread until the parameters are there. Errors: `Timeout` after the device's patience.
     fn settle(&self) -> Result<()> {
-        let marks = std::mem::take(&mut *self.marks());
-        marks.iter().try_for_each(Mark::settle)
+        let marks = self.marks().clone();
+        marks.iter().try_for_each(Mark::settle)?;
+        // A bucket runs one task at a time: no mark was added meanwhile.
+        self.marks().clear();
+        Ok(())
     }
 
     fn marks(&self) -> Guard<'_, Vec<Mark>> {
@@ -55,8 +58,8 @@ impl Ready {
 impl Mark {
     fn settle(&self) -> Result<()> {
         match self {
-            Mark::Upload(transfers, ticket) => transfers.wait(*ticket, None),
-            Mark::Step(event) => event.synchronize(),
+            Mark::Upload(transfers, ticket) => transfers.settle(*ticket),
+            Mark::Step(event) => event.wait(),
         }
     }
 }
@@ -65,7 +68,8 @@ impl Mark {
 impl Drop for Ready {
     fn drop(&mut self) {
         // `get_mut` takes no lock: after a fork, another thread of the parent may have held it. Errors are ignored: a
-        // lost context, or the context of another process, copies nothing any more.
+        // lost context, or the context of another process, copies nothing any more. If the device hangs, its transfers
+        // keep the host memory.
         let marks = self.0.get_mut();
         let _ = marks.iter().try_for_each(Mark::settle);
     }
@@ -97,7 +101,6 @@ impl Publication {
 
     fn upload(&self) -> Result<()> {
         for copy in self.copies.iter() {
-            // Without the lock: the call may wait for room in the driver's queue.
             let ticket = self.transfers.start(copy)?;
             self.ready.marks().push(Mark::Upload(Arc::clone(&self.transfers), ticket));
         }
@@ -273,7 +276,7 @@ mod tests {
         let copy = Copy {
             direction: Direction::H2d,
             device: floats,
-            host: source.clone(),
+            host: source.clone().into(),
             host_dtype: Dtype::Bf16,
             after,
         };
@@ -296,5 +299,41 @@ mod tests {
         assert_eq!(races, [""; 0]);
         drop((source, target));
         [from, to].iter().for_each(|block| pinned::free(*block).unwrap());
+    }
+
+    /// The engine's callers have limits of their own; the task of the bucket fails, and overwrites nothing.
+    #[test]
+    fn a_device_that_hangs_fails_the_task_and_its_copy_is_not_overwritten() {
+        let device = device(77);
+        let kernels = Arc::new(Kernels::load(&device).unwrap());
+        let transfers = Arc::new(Transfers::new(&device, &kernels, 64).unwrap());
+        let registry = Registry::new(&device);
+        let memory = DeviceMemory::new(&device, 64).unwrap();
+        let (from, source) = locked(&registry);
+        let device_floats = DeviceFloats::new(memory.span(), Dtype::Bf16, "param").unwrap();
+        let copy = Copy {
+            direction: Direction::H2d,
+            device: device_floats,
+            host: source.clone().into(),
+            host_dtype: Dtype::Bf16,
+            after: After::Now,
+        };
+        let publication = Publication::new(&transfers, vec![copy]);
+        let writer = Box::new(Writer(source.span(), 0));
+        let mut bucket = Published::new(writer, Publish::Speculative, publication.clone());
+        fakecuda::with(77, |gpu| gpu.stalled = true);
+        bucket.run(Task::Speculate, &mut Recording::default()).unwrap();
+        device.set_patience(Duration::from_millis(5));
+        for _ in 0..2 {
+            let late = bucket.run(Task::Redo(0.5), &mut Recording::default()).unwrap_err();
+            assert!(matches!(late, Error::Timeout(_)), "{late}");
+            assert_eq!(source.span().to_vec(), [1; 64]);
+        }
+        fakecuda::resume(77);
+        device.set_patience(Duration::from_secs(60));
+        bucket.run(Task::Redo(0.5), &mut Recording::default()).unwrap();
+        assert_eq!(source.span().to_vec(), [2; 64]);
+        drop((bucket, publication, source));
+        pinned::free(from).unwrap();
     }
 }

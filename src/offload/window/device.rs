@@ -26,9 +26,9 @@ impl Mark {
         self.0.as_ref().is_none_or(|event| event.done().unwrap_or(false))
     }
 
-    /// Blocks until the work before the mark is done.
+    /// Blocks until the work before the mark is done. Errors: `Timeout` after the device's patience.
     pub fn wait(&self) -> Result<()> {
-        self.0.as_ref().map_or(Ok(()), |event| event.synchronize())
+        self.0.as_ref().map_or(Ok(()), GpuEvent::wait)
     }
 }
 
@@ -81,6 +81,9 @@ pub trait Device: Send + Sync + Debug {
     /// A mark behind all work of a reader so far.
     fn mark(&self, reader: Reader) -> Result<Mark>;
 
+    /// Blocks until all copies are done. Errors: `Timeout` after the device's patience.
+    fn finish(&self) -> Result<()>;
+
     /// Pages for memory that copies read.
     fn backing(&self) -> Backing;
 }
@@ -129,6 +132,10 @@ impl Device for Host {
 
     fn mark(&self, _: Reader) -> Result<Mark> {
         Ok(Mark::default())
+    }
+
+    fn finish(&self) -> Result<()> {
+        Ok(())
     }
 
     fn backing(&self) -> Backing {
@@ -202,15 +209,12 @@ impl Device for Gpu {
         Ok(Mark(Some(Arc::new(there))))
     }
 
+    fn finish(&self) -> Result<()> {
+        self.copies.finish()
+    }
+
     fn backing(&self) -> Backing {
         self.device.backing()
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        // The memory that copies read belongs to the caller afterwards. With a lost context there are no copies.
-        let _ = self.copies.synchronize();
     }
 }
 

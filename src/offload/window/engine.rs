@@ -266,6 +266,11 @@ impl Drop for Window {
         self.inner.state.lock().is_closing = true;
         self.inner.changed.notify_all();
         drop(self.worker.ended.wait_while(self.worker.is_running.lock(), None, |running| *running));
+        // The memory that copies read belongs to the caller afterwards. With a lost context there are no copies.
+        if matches!(self.inner.device.finish(), Err(Error::Timeout(_))) {
+            // The device may still use the places and what copies read.
+            std::mem::forget(Arc::clone(&self.inner));
+        }
     }
 }
 
@@ -357,7 +362,8 @@ impl Inner {
         staging.copied.wait()?;
         if staging.memory.in_transfer() {
             // A read that was given up may still write there.
-            staging.memory = Buffer::open(staging.memory.span().len(), self.device.backing())?;
+            let other = Buffer::open(staging.memory.span().len(), self.device.backing())?;
+            staging.memory = Arc::new(other);
         }
         let memory = staging.memory.transfer(0, *bytes as usize);
         let mut spans = vec![TransferBuffer::empty(); shape.streams().len()];
@@ -377,7 +383,7 @@ impl State {
 /// Memory that units of a tier are read into.
 #[derive(Debug)]
 struct Staging {
-    memory: Buffer,
+    memory: Arc<Buffer>,
     /// The end of the last copy from it.
     copied: Mark,
 }
@@ -386,14 +392,19 @@ impl Staging {
     /// Two, so that one is read into while the other is copied.
     fn open(bytes: u64, device: &dyn Device) -> Result<Vec<Staging>> {
         let memory = Buffer::open_many(2, bytes as usize, device.backing())?;
-        Ok(memory.into_iter().map(|memory| Staging { memory, copied: Mark::default() }).collect())
+        Ok(memory
+            .into_iter()
+            .map(|memory| Staging { memory: Arc::new(memory), copied: Mark::default() })
+            .collect())
     }
 }
 
 impl Drop for Staging {
     fn drop(&mut self) {
         // The device reads the memory until then. With a lost context there are no copies.
-        let _ = self.copied.wait();
+        if matches!(self.copied.wait(), Err(Error::Timeout(_))) {
+            std::mem::forget(Arc::clone(&self.memory));
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::super::device::Gpu;
 use super::super::device_memory::{Grad, Pinned, Subgroup};
@@ -396,4 +397,42 @@ fn every_wait_that_is_left_out_is_seen_by_the_driver() {
     }
     assert_eq!(missed, []);
     assert_eq!(left_out, 21);
+}
+
+/// The step fails, and what the device may still use stays.
+#[test]
+fn a_device_that_hangs_is_a_timeout_and_keeps_the_arrays() {
+    const ORDINAL: u32 = 76;
+    let fixture = Fixture::new(ORDINAL);
+    let (types, count) = ((Dtype::Bf16, Dtype::Bf16), 4);
+    let shape = Shape { transfer_dtype: TransferDtype::Native, chunk: 8, ..Shape::uniform(count, 20) };
+    let plain = Model::of(&shape.sizes, types.0, types.1);
+    let arrays = Arrays::new(&fixture, &plain, true);
+    let lent = arrays.lend(shape.transfer_dtype);
+    let gpu = Gpu::new(&fixture.device, &fixture.kernels, &fixture.registry, &shape, lent).unwrap();
+    let engine = InterleavedUpdate::new(shape, Box::new(gpu)).unwrap();
+    let stream = Some(foreign(&fixture.stream));
+    engine.set_plan(Plan::even(count, 2, 0).unwrap()).unwrap();
+    plain.gradients(1);
+    let step = |number| {
+        for subgroup in 0..count {
+            arrays.make(subgroup, &plain);
+            engine.gradient(subgroup, stream).unwrap();
+        }
+        engine.begin(rules(count, number), stream).unwrap();
+    };
+    step(1);
+    engine.drain().unwrap();
+    fixture.device.set_patience(Duration::from_millis(5));
+    let alive = || fakecuda::with(ORDINAL, |gpu| [gpu.alive()[3], gpu.alive()[4]]);
+    let before = alive();
+    fakecuda::with(ORDINAL, |gpu| gpu.stalled = true);
+    step(2);
+    let late = engine.drain().unwrap_err().to_string();
+    assert!(late.contains("has not ended its work within"), "{late}");
+    drop(engine);
+    assert_eq!(alive(), before, "allocations and registrations");
+    fakecuda::resume(ORDINAL);
+    fixture.stream.synchronize().unwrap();
+    assert_eq!(fixture.seen(), (0, 0));
 }

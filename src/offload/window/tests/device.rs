@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use super::{memory, on_host, rounded, seen, unit, values};
 use crate::error::{Error, GpuKind, Result};
@@ -142,6 +143,10 @@ impl Device for Lossy {
 
     fn mark(&self, reader: Reader) -> Result<Mark> {
         self.0.mark(reader)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.0.finish()
     }
 
     fn backing(&self) -> Backing {
@@ -310,4 +315,29 @@ fn what_a_device_cannot_hold_or_reach_is_refused() {
     wrong[1].bytes = u64::MAX - 5;
     assert_eq!(open(&wrong, 2).unwrap_err().to_string(), "units: exceed the address space");
     assert!(desk.races() == 0);
+}
+
+/// The waits that have no limit of the caller's end, and what the device may still use stays.
+#[test]
+fn a_device_that_hangs_is_a_timeout_and_keeps_the_slots_and_what_copies_read() {
+    const ORDINAL: u32 = 70;
+    let desk = Desk::new(ORDINAL);
+    desk.device.set_patience(Duration::from_millis(20));
+    let (homes, units) = homes(BYTES, UNITS);
+    let before = fakecuda::with(ORDINAL, |gpu| gpu.memory_used());
+    let window = desk.window(&units, 2, Dropped::Nothing);
+    fakecuda::with(ORDINAL, |gpu| gpu.stalled = true);
+    let reader = Some(foreign(&desk.streams[0]));
+    window.enter(0, reader, None).unwrap();
+    window.leave(0, reader).unwrap();
+    let late = window.changed(0).unwrap_err();
+    assert!(matches!(late, Error::Timeout(_)), "{late}");
+    let registered = fakecuda::with(ORDINAL, |gpu| gpu.alive()[4]);
+    drop((window, units, homes));
+    fakecuda::with(ORDINAL, |gpu| {
+        assert_eq!((gpu.memory_used() - before, gpu.alive()[4]), (2 * rounded(BYTES), registered));
+    });
+    fakecuda::resume(ORDINAL);
+    desk.synchronize();
+    assert_eq!(desk.races(), 0);
 }

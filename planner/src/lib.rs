@@ -3,6 +3,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `interleave` | an optimizer update that CPU and GPU share: its schedule, which the library runs, and its predicted time |
+//! | `iteration` | an iteration whose optimizer steps on the CPU: what forward and backward hide |
 //! | `pipeline` | schedules of pipelines: passes, transfers, memory |
 //! | `model` | the training of a model on a machine: memory, traffic and seconds of each strategy |
 //! | `picture` | pictures as SVG text |
@@ -16,6 +17,7 @@ pub mod cast;
 pub mod error;
 mod events;
 pub mod interleave;
+pub mod iteration;
 pub mod model;
 pub mod picture;
 pub mod pipeline;

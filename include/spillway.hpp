@@ -329,6 +329,11 @@ inline std::vector<std::uint64_t> checksums(span<const void *const> data, span<c
     return sums;
 }
 
+// Zeroes the low bits of what other code has written to split masters, as the next step would, and stores the sums.
+inline void low_bits_settle(span<const spw_tensor> tensors) {
+    check(spw_low_bits_settle(tensors.data(), tensors.size()));
+}
+
 // Owner of a C handle.
 template <class T, class Close>
 class object {

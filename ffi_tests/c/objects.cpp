@@ -87,6 +87,17 @@ static void steps() {
     const auto sums = spillway::checksums(places, sizes);
     CHECK(sums.size() == 3 && sums[0] == sums[1] && sums[0] != sums[2]);
     CHECK(too_long([&] { (void)spillway::checksums(places, spillway::span(sizes.data(), 2)); }));
+
+    // The program has written to the parameter since the sum was stored: its low bits count as zero.
+    std::uint16_t high[4] = {0x3f80, 0x3f80, 0x3f80, 0x3f80}, low[4] = {1, 2, 3, 4};
+    std::uint64_t low_sum = 0;
+    auto split = spillway::make<spw_tensor>();
+    split.n = 4, split.param_dtype = SPW_DTYPE_BF16, split.param = high, split.param_low = low, split.low_sums = &low_sum;
+    spillway::low_bits_settle(spillway::span<const spw_tensor>(&split, 1));
+    CHECK(low_sum != 0 && low[0] == 1 && low[3] == 4);
+    high[1] = 0x4000;
+    spillway::low_bits_settle(spillway::span<const spw_tensor>(&split, 1));
+    CHECK(low[0] == 0 && low[1] == 0 && low[2] == 0 && low[3] == 0);
     const auto call = spillway::make<spw_ds_adam_call>();
     CHECK(call.grad_scale == 1.0f && call.bias_correction == 1);
 }

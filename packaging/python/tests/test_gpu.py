@@ -290,7 +290,7 @@ def test_misuse_has_names(desk):
     with pytest.raises(spillway.InvalidArgumentError, match="cuda_event"):
         gpu.copy_out(device, spillway.pinned(10), after=object())
     with pytest.raises(spillway.InvalidArgumentError, match="ordinal"):
-        spillway.Gpu(64)
+        spillway.Gpu(1 << 20)
     with spillway.Speculation(1) as speculation:
         speculation.begin(spillway.Adam())
         with pytest.raises(spillway.InvalidArgumentError, match="after is given without gpu"):

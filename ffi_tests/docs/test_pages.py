@@ -92,7 +92,7 @@ def test_the_first_page_of_the_site_shows_the_results_and_programs_of_the_readme
     for begin, end in (("<!-- result -->", "<!-- result ends -->"), ("<!-- programs -->", "<!-- programs end -->")):
         assert f":start-after: {begin}\n:end-before: {end}\n" in site and text.count(begin) == text.count(end) == 1
     programs = re.search(r"<!-- programs -->.*<!-- programs end -->", text, re.S)[0]
-    assert re.findall(r"^```(\w+)$", programs, re.M) == ["python", "json", "c"]
+    assert re.findall(r"^```(\w+)$", programs, re.M) == ["python", "sh", "json", "c"]
     assert "| " not in site
 
 

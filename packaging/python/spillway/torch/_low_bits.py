@@ -17,7 +17,7 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from ._states import LOW, version_of_low
-from ._tensors import CODES, local
+from ._tensors import CODES, has_memory, local
 
 #: Elements of a block, as spw_tensor.low_sums has them.
 _BLOCK = 4096
@@ -70,7 +70,7 @@ def settle(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
     rows, values = list[Any](), list[torch.Tensor]()
     for param, note in notes:
         own, low = local(param).detach(), local(note.low)
-        if own.shape != low.shape or own.is_meta or own.untyped_storage().nbytes() < own.nbytes:
+        if own.shape != low.shape or own.is_meta or not (has_memory(own) and has_memory(low)):
             # The next step names what is wrong with them.
             continue
         if not own.is_cpu or own.dtype is not torch.bfloat16 or own.stride() != low.stride():

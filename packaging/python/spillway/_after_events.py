@@ -1,19 +1,111 @@
-"""Calls that wait for events of a device in a thread, so that the program does not wait for the device."""
+"""Calls that wait for events of a device in a thread, so that the program does not wait for the device.
+
+A signal handler of the program may raise between any two bytecodes of a method here. ThreadPoolExecutor has locks of Python, which such a
+handler can leave locked for good. Here the queue is one of C, and a wait for a lock looks again and again at what the lock stands for.
+
+Invariants:
+- A call is in the queue before it is among those that are waited for.
+- `_Flag.is_set` is True before its lock is released."""
 
 from __future__ import annotations
 
+import _thread
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
+
+#: Seconds after which a wait looks again.
+_LOOK = 0.1
+
+
+class _Flag:
+    """Tells a waiting thread that something is over."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Ends the waits. Called once."""
+        self.is_set = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Waits until it is set."""
+        while not self.is_set:
+            if self._lock.acquire(timeout=_LOOK):
+                self._lock.release()
+
+
+class _Call:
+    """One call, its events, and its error."""
+
+    def __init__(self, events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]):
+        self._events, self._function, self._arguments = events, function, arguments
+        self.error: BaseException | None = None
+        self.over = _Flag()
+
+    def run(self) -> None:
+        """Waits for the events, and makes the call. Its error is kept: `is_own` would take frames of another thread for the program's."""
+        try:
+            for event in self._events:
+                event.synchronize()
+            self._function(*self._arguments)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._events, self._arguments = (), ()
+            self.over.set()
+
+
+class _Worker:
+    """A thread that makes calls in their order."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._ended, self._process = _Flag(), os.getpid()
+        _thread.start_new_thread(_serve, (self.calls, self._ended))
+        _workers.add(self)
+
+    def end(self) -> None:
+        """Ends the thread after its calls. A forked child has no such thread."""
+        if self._process == os.getpid():
+            self.calls.put(None)
+            self._ended.wait()
+
+
+def _serve(calls: SimpleQueue[_Call | None], ended: _Flag) -> None:
+    try:
+        while (call := calls.get()) is not None:
+            call.run()
+            # A thread that waits for the next call keeps nothing of this one.
+            del call
+    finally:
+        ended.set()
+
+
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for worker in [*_workers]:
+        worker.end()
+
+
+# As ThreadPoolExecutor does it: before anything that a call uses is closed.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class AfterEvents:
     """Runs calls in their order, each after its events. Its thread begins with the first call that has events."""
 
-    def __init__(self, name: str):
-        self._name = name
-        self._thread: ThreadPoolExecutor | None = None
-        self._begun: list[Future[BaseException | None]] = []
+    def __init__(self) -> None:
+        self._worker: _Worker | None = None
+        self._begun: list[_Call] = []
         # True from the begin of a forget() to its end, which a signal handler may keep it from.
         self._ending = False
 
@@ -25,44 +117,41 @@ class AfterEvents:
             return
         if self._ending:
             self.forget()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, self._name)
-        self._begun.append(self._thread.submit(_after, events, function, arguments))
+        if self._worker is None:
+            self._worker = _Worker()
+        call = _Call(events, function, arguments)
+        self._worker.calls.put(call)
+        self._begun.append(call)
 
     def wait(self) -> None:
         """Waits for all calls; raises the error of the first that failed, as if it had failed here."""
         while self._begun:
-            error = self._begun[0].result()
+            self._begun[0].over.wait()
+            error = self._begun[0].error
             if error is not None:
                 try:
                     raise error
                 finally:
-                    # The frames of the error refer to this frame.
+                    # Its frames refer to this one.
                     del error
             del self._begun[0]
 
     def forget(self) -> None:
         """Waits for all calls, also for one whose `call` a signal handler has ended; an error of one is that of what does not happen."""
-        if self._thread is not None:
+        if self._worker is not None:
             self._ending = True
-            # Not by one more call: the garbage collector may have ended the thread, and shutdown() returns then too.
-            self._thread.shutdown()
-            self._thread = None
+            self._worker.end()
+            self._worker = None
         self._begun.clear()
         self._ending = False
 
     def close(self) -> None:
-        """Ends the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        """Ends the thread, after its calls."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
-
-def _after(events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> BaseException | None:
-    # Not raised through the executor: `is_own` would take its frames for those of the program.
-    try:
-        for event in events:
-            event.synchronize()
-        function(*arguments)
-    except BaseException as error:
-        return error
-    return None
+    def __del__(self) -> None:
+        # Without a wait: the garbage collector may run anywhere.
+        if (worker := getattr(self, "_worker", None)) is not None:
+            worker.calls.put(None)

@@ -245,6 +245,8 @@ def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
     grads = [driver.device(grad) for grad in plain.grad]
     host, staged, seen = ([locked(copy) for copy in plain.copy] for _ in range(3))
     copies = [driver.device(copy) for copy in plain.copy]
+    # The first copy of the library page-locks the memory, here for those of the framework too.
+    gpu.copy_out(copies[0], seen[0], after=stream).wait()
     with spillway.Speculation(len(SIZES), publish=publish) as speculation:
         for index in range(on_gpu):
             speculation.publish_to(index, gpu, iter([(staged[index], copies[index], stream)]))

@@ -62,7 +62,7 @@ class SuperOffloadCPUOptimizer:
         self._calls, self._hosts, self._submitted = {}, [], set()
         # The status of the library's call with the verdict.
         self._given = []
-        self._starting = AfterEvents("spillway-superoffload")
+        self._starting = AfterEvents()
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.

@@ -31,7 +31,7 @@ class Overlap:
         self._arrivals = _stage3.Arrivals(stage3, range(len(stage3.fp16_groups)))
         #: Memory for the weights of a model that has none in 16 bits.
         self._masters, self._missed = {}, 0
-        self._starting = AfterEvents("spillway-tier")
+        self._starting = AfterEvents()
         _stage3.warn_of_one_bucket(stage3, "overlap")
         #: Sub-groups that were submitted during backward, and kept.
         self.submitted_early = 0

@@ -224,7 +224,7 @@ class Beside:
         self._expected = [int(stated and param.requires_grad) for stated, param in zip(on_tier.stated, on_tier.params)]
         self._arrivals, self._used = [0] * count, [False] * count
         #: Submits the subgroups whose gradients are being copied.
-        self._starting = AfterEvents("spillway-tier")
+        self._starting = AfterEvents()
         self._busy, self._missed = False, 0
         #: The update that has its verdict or gets it, and the status of its step.
         self._decided: SwapUpdate | None = None

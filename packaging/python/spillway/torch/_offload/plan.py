@@ -172,7 +172,7 @@ class Plan:
         self.is_open = False
         self._options: list[bytes] = []
         # Submits the buckets whose copies are under way.
-        self._starting = AfterEvents("spillway-offload")
+        self._starting = AfterEvents()
         # Buckets whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
         self._stepping: list[Bucket] = []
         self._has_room: bool | None = None

@@ -97,7 +97,10 @@ fn a_driver_before_525_and_one_without_devices_are_named() {
     }
     let empty = Arc::new(broken(|table| table.cuDeviceGetCount = none).unwrap());
     assert_eq!(kind(Device::open(empty, 0)).0, GpuKind::NoDevice);
-    assert!(matches!(Device::open(driver(), fakecuda::gpu::DEVICES as u32), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(
+        Device::open(driver(), fakecuda::gpu::DEVICES as u32),
+        Err(Error::InvalidArgument { .. })
+    ));
     let missing = |name: &std::ffi::CStr| match name.to_str() {
         Ok("cuEventQuery") => std::ptr::null_mut(),
         _ => fakecuda::symbol(name),

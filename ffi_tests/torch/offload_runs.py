@@ -287,6 +287,27 @@ class Later(HostLink):
         fence.synchronize()
 
 
+class Stream:
+    """A stand-in for the stream of a device. It keeps what it was told to wait for."""
+
+    def __init__(self, device=None):
+        self.waits_for = []
+
+    def wait_stream(self, other):
+        self.waits_for.append(other)
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return ("event of", self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
 def run(optimizer_of, dtype=torch.float32, steps=6, spike=3, seed=1, model=None):
     """A plain training; the model, the optimizer, and norms."""
     torch.manual_seed(seed)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from offload_runs import backward
+from offload_runs import Stream, backward
 
 import spillway.torch
 from spillway.torch._copies import DeviceLink, HostLink
@@ -81,22 +81,6 @@ def test_each_bucket_has_its_copies_and_the_program_waits_for_none(monkeypatch):
         ("copy to the device", "step"): 5,
         ("wait", "beside"): 10,
     }
-
-
-class Stream:
-    """Stands in for a stream of a device: knows the streams that it waits for."""
-
-    def __init__(self, device=None):
-        self.waits_for = []
-
-    def wait_stream(self, other):
-        self.waits_for.append(other)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
 
 def test_a_copy_of_a_bucket_waits_for_each_stream_that_computed_a_gradient(monkeypatch):

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from offload_runs import BUCKETS, Later, backward, offloaded, same, training
+from offload_runs import BUCKETS, Later, Stream, backward, offloaded, same, training
 
 import spillway.torch
 from spillway.torch._copies import DeviceLink, HostLink
@@ -99,27 +99,6 @@ def test_a_clipped_step_brings_the_weights_after_its_verdict(monkeypatch):
 @pytest.mark.parametrize("link", [Meter(room=False), Meter(left=0), Meter(left=3)], ids=["no room", "no memory", "some memory"])
 def test_without_memory_the_weights_come_after_the_verdict(monkeypatch, link):
     assert moved(monkeypatch, link) == {"out": BYTES, "back": BYTES}
-
-
-class Stream:
-    """Stands in for a stream of a device: knows what it waits for."""
-
-    def __init__(self, device=None):
-        self.waits_for = []
-
-    def wait_stream(self, other):
-        self.waits_for.append(other)
-
-    wait_event = wait_stream
-
-    def record_event(self):
-        return ("event of", self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
 
 def test_second_copies_wait_for_no_copy_to_the_host_and_for_their_last_use(monkeypatch):

@@ -47,7 +47,7 @@ fn copies_that_wait_leave_space_in_the_driver() {
     until(|| fakecuda::with(64, |gpu| gpu.waiting == 2));
     fakecuda::with(64, |gpu| assert!(gpu.queued() <= 2 * DEPTH, "{}", gpu.queued()));
     assert_eq!((calls(64, "cuStreamSynchronize"), calls(64, "cuEventSynchronize")), (1, 2));
-    // Would block for ever otherwise.
+    // Without space in the queue of the driver this call of the program would not return.
     fixture.framework.record(&fixture.there).unwrap();
     assert!(matches!(fixture.transfers.wait(last, Some(Duration::ZERO)), Err(Error::Timeout(_))));
     fakecuda::resume(64);

@@ -2,13 +2,14 @@
 
 import gc
 import itertools
+import os
 import random
 import time
 import weakref
 
 import pytest
 import torch
-from interrupts import Interrupt, OwnInterrupt, Ticking, interrupted
+from interrupts import Interrupt, OwnInterrupt, Ticking, interrupted, interrupted_in
 from offload_runs import Later, backward, offload, trained, values
 
 import spillway
@@ -69,6 +70,36 @@ def test_backward_raises_the_exception_of_a_handler_and_the_next_step_has_its_bi
     assert 100 < at < 4999
     optimizer.close()
     wanted.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "tier", "step", "forward", "flow"])
+def test_gradients_are_on_after_an_interrupt_at_each_place_of_torchs_own_guards(kind, tmp_path):
+    """A handler raises at the begin of each function of torch.no_grad(), and after each C function that it calls."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+    if kind in ("memory", "tier"):
+        tier = {} if kind == "memory" else {"tier": spillway.torch.TierOptions([tmp_path], job="test")}
+        optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-2, max_norm=1.0, **tier)
+    else:
+        kinds = {"flow": {"weights": "flow", "device": "cpu"}, "forward": {"verdict": "forward"}, "step": {}}
+        optimizer = spillway.torch.offload(model, lr=1e-2, bucket_bytes=1, max_norm=1.0, **kinds[kind])
+
+    def step():
+        optimizer.step()
+        # A forward completes the step.
+        model(torch.ones(2, 4))
+        optimizer.state_dict()
+
+    at, raised = 0, True
+    while raised:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        raised = interrupted_in(step, at, os.path.join(os.path.dirname(torch.__file__), "autograd"))
+        assert torch.is_grad_enabled(), at
+        at += 1
+    # Each place was tried.
+    assert at > 4
+    optimizer.close()
 
 
 @pytest.mark.parametrize("tail", range(4))

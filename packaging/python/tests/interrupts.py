@@ -85,6 +85,11 @@ def interrupted_anywhere(work, at):
     return _interrupted(work, at, lambda event, folder: event in ("call", "c_return") and folder != tests, Interrupt)
 
 
+def interrupted_in(work, at, inside):
+    """As `interrupted_anywhere`, in files of the folder `inside` only."""
+    return _interrupted(work, at, lambda event, folder: event in ("call", "c_return") and folder == inside, Interrupt)
+
+
 def _interrupted(work, at, counts, error):
     left = at
 

@@ -22,10 +22,10 @@ class HostLink:
     #: Host memory for copies is page-locked, and the library cannot read the tensors where they are.
     pinned = is_apart = False
 
+    @lasting
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for copies."""
-        with lasting():
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""

@@ -324,14 +324,18 @@ class Memory(Home):
             # The usual step makes no tensor that has to last.
             if table is not None and not torch.is_inference_mode_enabled() and _serves(table, groups, states):
                 return table
-        with torch._C.DisableTorchFunction(), lasting():
-            if table is None or not _serves(table, groups, states):
-                self._forget_low_bits(states)
-                table = self._table = None
-                table = self._built(groups, states)
-                if not table.refresh(groups, states):
-                    raise SpillwayError(f"{self.name}: parameters, gradients or states change while a step reads them")
-                self._table = table
+            return self._renewed(groups, states)
+
+    @lasting
+    def _renewed(self, groups: list[dict[str, Any]], states: Any) -> Table:
+        table = self._table
+        if table is None or not _serves(table, groups, states):
+            self._forget_low_bits(states)
+            self._table = None
+            table = self._built(groups, states)
+            if not table.refresh(groups, states):
+                raise SpillwayError(f"{self.name}: parameters, gradients or states change while a step reads them")
+            self._table = table
         return table
 
     def _built(self, groups: list[dict[str, Any]], states: Any) -> Table:

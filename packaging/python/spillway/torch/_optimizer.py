@@ -28,7 +28,7 @@ from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, t
 from ._loading import before_loading
 from ._states import Precision
 from ._table import named
-from ._tensors import check_has_memory, lasting, local
+from ._tensors import check_has_memory, lasting, local, without_gradients
 from ._tier import TierHome
 from ._torch_step import Trial, step_rest
 
@@ -48,8 +48,7 @@ def of_itself(method: _Method) -> _Method:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         own = self._itself()
-        with lasting():
-            return method(heir_of(self) if own is None else own, *arguments, **options)
+        return lasting(method)(heir_of(self) if own is None else own, *arguments, **options)
 
     return cast(_Method, call)
 
@@ -150,7 +149,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         self._torch_class.__init__(self, params, **given, **further)
         self._keep(**own)
 
-    @lasting()
+    @lasting
     def _keep(
         self,
         max_norm: float | None,
@@ -235,11 +234,10 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            own = self._itself()
-            if own is None:
-                own = heir_of(self)
-            own._home.alone(lambda: own._home.together(own._step_once))
+        own = self._itself()
+        if own is None:
+            own = heir_of(self)
+        without_gradients(lambda: own._home.alone(lambda: own._home.together(own._step_once)))
         return loss
 
     def _step_once(self) -> None:

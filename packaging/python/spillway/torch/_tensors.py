@@ -5,10 +5,10 @@ that the kernels know. All other parameters go to torch's own step. If neither c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -34,6 +34,8 @@ try:
 except (ImportError, AttributeError):
     pass
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 CODES = {torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PROPERTIES = [attrgetter(name) for name in ("dtype", "device", "layout", "shape")]
@@ -62,12 +64,31 @@ def name_of(group: dict[str, Any], number: int, place: int) -> str:
     return f"param_groups[{number}]['params'][{place}]{given}"
 
 
-@contextmanager
-def lasting() -> Iterator[None]:
-    """Tensors that are made inside of it are ordinary ones, also in torch.inference_mode: tensors of that mode have no versions, and can be
+def without_gradients(work: Callable[[], _Result]) -> _Result:
+    """work(), with gradients off. torch.no_grad() leaves them off if a signal handler raises at the begin of its __exit__."""
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        return work()
+    finally:
+        # Python runs no signal handler between the begin of this block and the end of this call.
+        torch._C._set_grad_enabled(before)
+
+
+def lasting(method: _Method) -> _Method:
+    """A function whose tensors are ordinary ones, also in torch.inference_mode. Tensors of that mode have no versions, and can be
     written to in that mode only. Gradients are off."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        work = functools.partial(method, *arguments, **options)
+        if not torch.is_inference_mode_enabled():
+            # The guard of that mode sets gradients too: again, if an exception keeps it alive.
+            return without_gradients(work)
+        with torch.inference_mode(False):
+            return without_gradients(work)
+
+    return cast(_Method, call)
 
 
 def is_trained(param: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from ..._attributes import described
 from ..._written import Comparison, facts, sums
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
-from .._tensors import DTensor, lasting, unused_bytes
+from .._tensors import DTensor, lasting, unused_bytes, without_gradients
 from .forward import Hook, Method
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
@@ -339,15 +339,17 @@ class Flow:
             self._free(victim)
         return True
 
+    def _fill(self, unit: Unit) -> None:
+        for weight in unit.weights:
+            if not weight.is_current():
+                weight.fill(self._up)
+                self.fetched_bytes += weight.bytes
+
     def _start(self, unit: Unit) -> None:
         """Starts the copy of a unit's weights, unless they are on the device."""
         if unit.is_current():
             return
-        with torch.no_grad():
-            for weight in unit.weights:
-                if not weight.is_current():
-                    weight.fill(self._up)
-                    self.fetched_bytes += weight.bytes
+        without_gradients(lambda: self._fill(unit))
         unit.fence = self._up.fence()
         self._here.setdefault(unit)
         self.peak_bytes = max(self.peak_bytes, sum(other.bytes for other in self._here if not other.kept))
@@ -387,10 +389,7 @@ class Weight:
     def __init__(self, flow: Flow, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]]):
         own = param.detach()
         self._flow, self.on_host, self.places = weakref.ref(flow), param, places
-        with lasting():
-            if flow.device.type != "cpu":
-                param.data = own.cpu().pin_memory()
-            self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=param.requires_grad)
+        self.on_device = self._placed(own, flow.device)
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
@@ -404,6 +403,13 @@ class Weight:
         #: The forward for which the tensor on the device is in the model.
         self.shown_by: Entry | None = None
         self.empty()
+
+    @lasting
+    def _placed(self, own: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+        """Takes the parameter to pinned host memory; returns the tensor on the device."""
+        if device.type != "cpu":
+            self.on_host.data = own.cpu().pin_memory()
+        return torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=self.on_host.requires_grad)
 
     def _now(self) -> tuple[Any, ...]:
         return *facts(self.on_host), self.steps
@@ -464,8 +470,7 @@ class Weight:
             return
         self._place(self.on_device, self.on_host)
         if self._filled is not None and self.on_device._version != self._version:
-            with torch.no_grad():
-                self.on_host.copy_(self.on_device)
+            without_gradients(lambda: self.on_host.copy_(self.on_device))
             self._filled = self._seen = self._now()
             self._version = self.on_device._version
             self._sum = None

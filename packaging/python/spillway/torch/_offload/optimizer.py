@@ -39,7 +39,7 @@ from .._keywords import check_keywords
 from .._loading import before_loading
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW
-from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local
+from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
 from .plan import Decision, Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
@@ -339,39 +339,41 @@ class Offloaded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        # The processes that wait for this one's norm.
-        others = self._others()
-        with torch.no_grad():
-            try:
-                try:
-                    self._complete()
-                    self._start_clock()
-                    scale, found_inf = scaler_of(self)
-                    if not found_inf:
-                        self._submit(scale, others)
-                    # Whom no other process waits for can measure later.
-                    here = None if found_inf or (self._next is not None and others is None) else self._measure()
-                except Exception:
-                    _norm.tell_refusal(others)
-                    raise
-                if found_inf:
-                    _norm.tell_found_inf(others)
-                    self._interrupt()
-                    self._no_overlap, self._skipped, self._grad_norm = False, True, math.inf
-                    return result
-                reduced = None if here is None else _norm.reducing(here, others, "offload")
-                if self._next is not None:
-                    self._await(self._next, reduced)
-                else:
-                    self._decide(reduced)
-                    self._complete()
-            except BaseException:
-                # With its verdict the step happens, because a forward may follow; without one it does not.
-                if self._verdict_due is None:
-                    self._interrupt()
-                raise
+        without_gradients(self._step)
         self._no_overlap = False
         return result
+
+    def _step(self) -> None:
+        # The processes that wait for this one's norm.
+        others = self._others()
+        try:
+            try:
+                self._complete()
+                self._start_clock()
+                scale, found_inf = scaler_of(self)
+                if not found_inf:
+                    self._submit(scale, others)
+                # Whom no other process waits for can measure later.
+                here = None if found_inf or (self._next is not None and others is None) else self._measure()
+            except Exception:
+                _norm.tell_refusal(others)
+                raise
+            if found_inf:
+                _norm.tell_found_inf(others)
+                self._interrupt()
+                self._skipped, self._grad_norm = True, math.inf
+                return
+            reduced = None if here is None else _norm.reducing(here, others, "offload")
+            if self._next is not None:
+                self._await(self._next, reduced)
+            else:
+                self._decide(reduced)
+                self._complete()
+        except BaseException:
+            # With its verdict the step happens, because a forward may follow; without one it does not.
+            if self._verdict_due is None:
+                self._interrupt()
+            raise
 
     def settle(self) -> None:
         """Completes the last step: afterwards its verdict is known, and the parameters have their new weights. With verdict="forward" call
@@ -548,8 +550,7 @@ class Offloaded(torch.optim.Optimizer):
         plan.resolve(decision)
         self._report(decision)
         if not decision.skips:
-            with torch.no_grad():
-                plan.publish()
+            without_gradients(plan.publish)
         plan.finish()
         if not decision.skips:
             plan.count()
@@ -636,7 +637,7 @@ class Offloaded(torch.optim.Optimizer):
             return next_steps([state["step"] for state in states if state])
         return [int(state["step"]) + 1 if state else 1 for state in states]
 
-    @lasting()
+    @lasting
     def _use_states(self, live: list[Slot]) -> None:
         """Checks the states of these parameters, then makes those that are missing."""
         for slot in live:
@@ -685,7 +686,7 @@ class Offloaded(torch.optim.Optimizer):
         finally:
             self._loading = defaultdict(dict)
 
-    @lasting()
+    @lasting
     def _loaded(self, given: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """New states with the values of a state dict."""
         for group in given["param_groups"]:

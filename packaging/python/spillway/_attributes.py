@@ -28,7 +28,8 @@ class Fixed(Generic[_T]):
         self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        # Not in instance.__dict__: Python reads all attributes of an instance slower once a program has asked for that dict.
+        self._name, self._kept = name, f"_fixed_{name}"
 
     @overload
     def __get__(self, instance: None, owner: Any) -> Fixed[_T]: ...
@@ -40,14 +41,14 @@ class Fixed(Generic[_T]):
         if instance is None:
             return self
         try:
-            return instance.__dict__[self._name]
-        except KeyError:
+            return getattr(instance, self._kept)
+        except AttributeError:
             raise AttributeError(f"{type(instance).__name__} has no {self._name} yet") from None
 
     def __set__(self, instance: Any, value: _T) -> None:
-        if self._name in instance.__dict__:
+        if hasattr(instance, self._kept):
             raise AttributeError(f"{type(instance).__name__}.{self._name} is fixed at construction; make another {type(instance).__name__}")
-        instance.__dict__[self._name] = value
+        setattr(instance, self._kept, value)
 
 
 def described(name: str, facts: Callable[[], Mapping[str, Any]], state: str = "") -> str:

@@ -79,7 +79,7 @@ pub use word_sum::settle_low_bits;
 pub mod inside {
     pub use crate::chunk_loop::MAX_LANES;
     pub use crate::log::log_used;
-    pub use crate::pack::{Residuals, most, pack, unpack};
+    pub use crate::pack::{Group, Residuals, most, pack, unpack};
     pub use crate::take::take_copy;
     pub use crate::vector::{Body, Vector};
 }

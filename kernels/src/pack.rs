@@ -7,11 +7,15 @@
 //! 0         one byte: param 2 bits, exp_avg_sq 2 bits, exp_avg 4 bits, each with a bias
 //! 1         one byte: param 4 bits, exp_avg_sq 4 bits; then, for all lanes, one byte of exp_avg
 //! 64 + w    param, then exp_avg, then exp_avg_sq, each as signed integers of its own width; w has two bits per width
+//! 128 + w   param as signed integers of width w; the old moments are zeros
 //! ```
 //!
 //! In training, the residuals of param and exp_avg_sq are one or two units. The residual of exp_avg grows with the
 //! ratio of gradient to exp_avg. Four of five groups take form 0, and nearly all others form 1. The choice between the
-//! two is unpredictable for the processor, so both share one code path with a table of shifts. Only form 64 branches.
+//! two is unpredictable for the processor, so both share one code path with a table of shifts. Only the last two branch.
+//!
+//! An optimizer's first step needs the last form. Its estimates of moments that were zeros are small numbers, whose bit
+//! patterns are far from that of zero.
 
 use super::vector::{Vector, Width};
 
@@ -24,6 +28,16 @@ pub struct Residuals<B> {
     pub exp_avg: B,
     /// Difference of the second moment.
     pub exp_avg_sq: B,
+}
+
+/// A group that was read.
+pub struct Group<B> {
+    /// The residuals; those of moments that were zeros are zero.
+    pub residuals: Residuals<B>,
+    /// Mask of the bits of the moments' estimates that count: none if the moments were zeros.
+    pub moments: B,
+    /// Length of the group in bytes.
+    pub bytes: usize,
 }
 
 /// Layout of form 0 or form 1.
@@ -49,18 +63,21 @@ const BIAS_NARROW: u32 = 8;
 const BIAS_BYTE: u32 = 128;
 /// Control byte of the third form, before the widths are added.
 const WIDE: u8 = 64;
+/// Control byte of the form for moments that were zeros, before the width is added.
+const ZEROS: u8 = 128;
 
 /// Maximal bytes of a group of `lanes` lanes.
 pub const fn most(lanes: usize) -> usize {
     1 + 3 * 4 * lanes
 }
 
-/// Writes a group and returns its length in bytes. May write up to one vector past that length.
+/// Writes a group and returns its length in bytes. May write up to one vector past that length. `moments` has the old
+/// bit patterns of the moments.
 ///
 /// # Safety
 /// Same contract as [`Vector`]; `to` has room for [`most`] bytes and one vector.
 #[inline(always)]
-pub unsafe fn pack<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> usize {
+pub unsafe fn pack<V: Vector>(residuals: Residuals<V::Bits>, moments: [V::Bits; 2], to: *mut u8) -> usize {
     // SAFETY: the caller's contract covers every call below.
     unsafe {
         let bias = V::bits_splat(BIAS);
@@ -70,7 +87,11 @@ pub unsafe fn pack<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> usi
         let byte = V::bits_add(residuals.exp_avg, V::bits_splat(BIAS_BYTE));
         let either = V::bits_or(param, exp_avg_sq);
         if !V::within(either, 15, byte, 255) {
-            return pack_wide::<V>(residuals, to);
+            // Asked here only: most groups of later steps do not pay for the answer.
+            return match V::within(moments[0], 0, moments[1], 0) {
+                true => pack_zeros::<V>(residuals.param, to),
+                false => pack_wide::<V>(residuals, to),
+            };
         }
         let code = usize::from(!V::within(either, 3, exp_avg, 15));
         let form = &FORMS[code];
@@ -83,17 +104,18 @@ pub unsafe fn pack<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> usi
     }
 }
 
-/// Reads a group that [`pack`] wrote. Returns the residuals and the length in bytes. May read up to one vector past
-/// that length.
+/// Reads a group that [`pack`] wrote. May read up to one vector past its length.
 ///
 /// # Safety
 /// Same contract as [`Vector`]; `from` points to a group that the same vector type wrote.
 #[inline(always)]
-pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize) {
+pub unsafe fn unpack<V: Vector>(from: *const u8) -> Group<V::Bits> {
     // SAFETY: the caller's contract covers every call below.
     unsafe {
         let code = usize::from(from.read());
-        let Some(form) = FORMS.get(code) else { return unpack_wide::<V>(from) };
+        let Some(form) = FORMS.get(code) else {
+            return if code < usize::from(ZEROS) { unpack_wide::<V>(from) } else { unpack_zeros::<V>(from) };
+        };
         let first = V::load_bytes(from.add(1));
         let last = V::load_bytes(from.add(1 + V::LANES * code));
         let mask = V::bits_splat(form.mask);
@@ -105,7 +127,27 @@ pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize) 
             exp_avg: V::bits_sub(exp_avg, V::bits_splat(form.bias)),
             exp_avg_sq: V::bits_sub(V::bits_and(exp_avg_sq, mask), bias),
         };
-        (residuals, 1 + V::LANES + V::LANES * code)
+        Group { residuals, moments: V::bits_splat(u32::MAX), bytes: 1 + V::LANES + V::LANES * code }
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_zeros<V: Vector>(param: V::Bits, to: *mut u8) -> usize {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        let width = V::pack(param, to.add(1));
+        to.write(ZEROS + width as u8);
+        1 + width.bytes(V::LANES)
+    }
+}
+
+#[inline(always)]
+unsafe fn unpack_zeros<V: Vector>(from: *const u8) -> Group<V::Bits> {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        let (width, zero) = (Width::from_code(from.read()), V::bits_splat(0));
+        let residuals = Residuals { param: V::unpack(width, from.add(1)), exp_avg: zero, exp_avg_sq: zero };
+        Group { residuals, moments: zero, bytes: 1 + width.bytes(V::LANES) }
     }
 }
 
@@ -126,7 +168,7 @@ unsafe fn pack_wide<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> us
 }
 
 #[inline(always)]
-unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize) {
+unsafe fn unpack_wide<V: Vector>(from: *const u8) -> Group<V::Bits> {
     let mut at = 1;
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
@@ -138,6 +180,6 @@ unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize)
             bits
         };
         let residuals = Residuals { param: next(0), exp_avg: next(1), exp_avg_sq: next(2) };
-        (residuals, at)
+        Group { residuals, moments: V::bits_splat(u32::MAX), bytes: at }
     }
 }

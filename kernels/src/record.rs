@@ -2,8 +2,8 @@
 //!
 //! A step is almost invertible by algebra: the inverse formula misses the old value by a few units in the last place.
 //! For each group of one vector, the log of a chunk holds the residuals of bit patterns (old - estimate, wrapping).
-//! `pack` encodes the residuals in as few bits as the group needs. 32 bits hold any residual, so Inf, NaN, the
-//! first step and gradient spikes are restored exactly as well; they take more space. The estimate depends only on
+//! `pack` encodes the residuals in as few bits as the group needs. 32 bits hold any residual, so Inf, NaN and
+//! gradient spikes are restored exactly as well; they take more space. The estimate depends only on
 //! stored values and the gradient, which must be unchanged when the step is undone.
 //!
 //! Only the process and the kernel that wrote a log can read it. A log that is too large for the caches is collected in
@@ -78,7 +78,8 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Recor
 
             let mut writer = Writer::<P, S, V>::new(old);
             self.rule.inverse(stored, grad, &mut writer);
-            let bytes = pack::pack::<V>(writer.residuals, self.combiner.next);
+            let moments = [writer.old.exp_avg, writer.old.exp_avg_sq];
+            let bytes = pack::pack::<V>(writer.residuals, moments, self.combiner.next);
             self.combiner.next = self.combiner.next.add(bytes);
             self.combiner.drain::<V>();
             grad

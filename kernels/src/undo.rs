@@ -10,7 +10,7 @@ use super::dispatch::Kernel;
 use super::element::{Element, WithTypes, with_bf16_moments, with_types};
 use super::float_mode::IeeeMode;
 use super::log::HEADER;
-use super::pack::{self, Residuals};
+use super::pack::{self, Group};
 use super::rules::{Arithmetic, Corrector, ElementState};
 use super::spans::{Spans, decode, encode, load_bits, store_bits, store_maybe_nt};
 use super::stochastic::Stochastic;
@@ -71,7 +71,7 @@ impl<R: Arithmetic> WithTypes for UndoStep<'_, '_, R> {
 /// Corrects estimates by the residuals that `record` wrote. Without a log, takes the estimates as the old values.
 struct Reader<P, S, V: Vector> {
     old: ElementState<V::Bits>,
-    residuals: Option<Residuals<V::Bits>>,
+    group: Option<Group<V::Bits>>,
     elements: PhantomData<(P, S)>,
 }
 
@@ -81,6 +81,20 @@ unsafe fn correct<E: Element, V: Vector>(estimate: V, residual: Option<V::Bits>)
     unsafe {
         match residual {
             Some(residual) => V::bits_add(E::encode(estimate.nan_to_zero()), residual),
+            None => E::encode(estimate),
+        }
+    }
+}
+
+/// As [`correct`]. A moment has a mask too: that of the bits of its estimate that count.
+#[inline(always)]
+unsafe fn correct_moment<E: Element, V: Vector>(estimate: V, group: Option<(V::Bits, V::Bits)>) -> V::Bits {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        match group {
+            Some((residual, mask)) => {
+                V::bits_add(V::bits_and(E::encode(estimate.nan_to_zero()), mask), residual)
+            }
             None => E::encode(estimate),
         }
     }
@@ -102,7 +116,8 @@ impl<P: Element, S: Element, V: Vector> Corrector<V> for Reader<P, S, V> {
     unsafe fn param(&mut self, estimate: V) -> V {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            self.old.param = correct::<P, V>(estimate, self.residuals.map(|d| d.param));
+            self.old.param =
+                correct::<P, V>(estimate, self.group.as_ref().map(|group| group.residuals.param));
             P::decode(self.old.param)
         }
     }
@@ -110,7 +125,10 @@ impl<P: Element, S: Element, V: Vector> Corrector<V> for Reader<P, S, V> {
     unsafe fn exp_avg(&mut self, estimate: V) -> V {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            self.old.exp_avg = correct::<S, V>(estimate, self.residuals.map(|d| d.exp_avg));
+            self.old.exp_avg = correct_moment::<S, V>(
+                estimate,
+                self.group.as_ref().map(|group| (group.residuals.exp_avg, group.moments)),
+            );
             S::decode(self.old.exp_avg)
         }
     }
@@ -119,8 +137,11 @@ impl<P: Element, S: Element, V: Vector> Corrector<V> for Reader<P, S, V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             // Without a log, a negative estimate would give the next step a NaN from its square root.
-            let estimate = if self.residuals.is_some() { estimate } else { not_negative(estimate) };
-            self.old.exp_avg_sq = correct::<S, V>(estimate, self.residuals.map(|d| d.exp_avg_sq));
+            let estimate = if self.group.is_some() { estimate } else { not_negative(estimate) };
+            self.old.exp_avg_sq = correct_moment::<S, V>(
+                estimate,
+                self.group.as_ref().map(|group| (group.residuals.exp_avg_sq, group.moments)),
+            );
             S::decode(self.old.exp_avg_sq)
         }
     }
@@ -142,15 +163,15 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<
             self.spans.prefetch::<V>(at);
             let new = load_bits::<P, S, V, A>(access, at, &self.spans.after());
             let raw_grad = access.load::<G, V>(self.spans.grad.add(at));
-            let residuals = match self.log.is_null() {
+            let group = match self.log.is_null() {
                 true => None,
                 false => {
-                    let (residuals, bytes) = pack::unpack::<V>(self.log);
-                    self.log = self.log.add(bytes);
-                    Some(residuals)
+                    let group = pack::unpack::<V>(self.log);
+                    self.log = self.log.add(group.bytes);
+                    Some(group)
                 }
             };
-            let mut reader = Reader::<P, S, V> { old: new, residuals, elements: PhantomData };
+            let mut reader = Reader::<P, S, V> { old: new, group, elements: PhantomData };
             let grad = raw_grad.mul(V::splat(self.rule.grad_scale()));
             self.rule.inverse(decode::<P, S, V>(new), grad, &mut reader);
 

@@ -18,19 +18,49 @@ impl Body for RoundTrip<'_> {
             // SAFETY: the arrays have MAX_LANES elements, and the buffer holds the widest group and one vector.
             unsafe {
                 let [param, exp_avg, exp_avg_sq] = lanes.map(|lanes| V::load_bits32(lanes.as_ptr()));
-                let packed = pack::<V>(Residuals { param, exp_avg, exp_avg_sq }, bytes.as_mut_ptr());
-                let (back, read) = unpack::<V>(bytes.as_ptr());
-                assert!(packed == read && packed <= most(V::LANES), "{packed} {read}");
-                for (bits, lanes) in [back.param, back.exp_avg, back.exp_avg_sq].into_iter().zip(lanes) {
-                    let mut out = [0; MAX_LANES];
-                    V::store_bits32(bits, out.as_mut_ptr());
-                    assert_eq!(out[..V::LANES], lanes[..V::LANES]);
+                let residuals = Residuals { param, exp_avg, exp_avg_sq };
+                // One lane of one moment was not zero: its last one, or its first one.
+                for (old, place) in [(0, V::LANES - 1), (1, 0)] {
+                    let mut moments = [[0; MAX_LANES]; 2];
+                    moments[old][place] = 1 << (31 * old);
+                    let moments = moments.map(|lanes| V::load_bits32(lanes.as_ptr()));
+                    let packed = pack::<V>(residuals, moments, bytes.as_mut_ptr());
+                    let back = unpack::<V>(bytes.as_ptr());
+                    assert!(packed == back.bytes && packed <= most(V::LANES), "{packed} {}", back.bytes);
+                    let found = [back.residuals.param, back.residuals.exp_avg, back.residuals.exp_avg_sq];
+                    assert_eq!(
+                        found.map(|bits| stored::<V>(bits)),
+                        lanes.map(|lanes| lanes[..V::LANES].to_vec())
+                    );
+                    assert_eq!(stored::<V>(back.moments), [u32::MAX].repeat(V::LANES));
+                    total += packed;
                 }
-                total += packed;
+                // Old moments of zeros: each estimate of theirs is corrected to zero.
+                let packed = pack::<V>(residuals, [V::bits_splat(0); 2], bytes.as_mut_ptr());
+                let back = unpack::<V>(bytes.as_ptr());
+                assert!(packed == back.bytes && packed <= 1 + 4 * V::LANES, "{packed} {}", back.bytes);
+                assert_eq!(stored::<V>(back.residuals.param), lanes[0][..V::LANES]);
+                for (residual, lanes) in
+                    [back.residuals.exp_avg, back.residuals.exp_avg_sq].into_iter().zip(&lanes[1..])
+                {
+                    let estimates: Vec<u32> = lanes.iter().map(|residual| residual.wrapping_neg()).collect();
+                    let estimate = V::load_bits32(estimates.as_ptr());
+                    let old = V::bits_add(V::bits_and(estimate, back.moments), residual);
+                    assert_eq!(stored::<V>(old), [0].repeat(V::LANES));
+                }
             }
         }
         total as f64
     }
+}
+
+/// # Safety
+/// Same contract as [`Vector`].
+unsafe fn stored<V: Vector>(bits: V::Bits) -> Vec<u32> {
+    let mut out = [0; MAX_LANES];
+    // SAFETY: the array has MAX_LANES elements.
+    unsafe { V::store_bits32(bits, out.as_mut_ptr()) };
+    out[..V::LANES].to_vec()
 }
 
 #[test]

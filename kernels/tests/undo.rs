@@ -140,6 +140,38 @@ fn cycle<R: Optimizer>(kernel: Kernel, rules: &[R], cycles: usize) {
     assert!(model.bits() == start, "{}", kernel.name());
 }
 
+/// Steps a model whose moments are zeros, and rolls it back. Returns the bytes of the log per element.
+fn first_step<R: Optimizer>(kernel: Kernel, rule: &R, grad: &[f32], random: &mut Random) -> f64 {
+    let mut model = Model::new(grad.len(), random);
+    let start = model.bits();
+    let mut log = vec![0; log_bytes(grad.len())];
+    rule.step(kernel, model.tensor(grad).with_log(&mut log).unwrap(), false).unwrap();
+    let used = log_used_of(&log, grad.len());
+    rule.undo(kernel, model.tensor(grad).with_log(&mut log).unwrap(), None).unwrap();
+    assert!(model.bits() == start, "{}", kernel.name());
+    used as f64 / grad.len() as f64
+}
+
+#[test]
+fn the_log_of_a_first_step_has_no_moments_on_every_kernel() {
+    let mut random = Random(3);
+    for kernel in kernels() {
+        for kind in KINDS {
+            let grad = gradient(kind, 1000 * BLOCK, &mut random);
+            let bytes = [
+                first_step(kernel, &adam(WeightDecay::Decoupled, 1, true), &grad, &mut random),
+                // A step as large as the parameters leaves no digits of them.
+                first_step(kernel, &AdagradRule { step_size: -1e-5, ..ADAGRAD }, &grad, &mut random),
+                first_step(kernel, &LION, &grad, &mut random),
+            ];
+            // One byte per parameter, and one of each group, which has one element at least. No inverse formula finds a
+            // parameter that a gradient of any size has moved: it takes four bytes.
+            let most = if matches!(kind, Kind::Bell | Kind::Sparse) { 2.1 } else { 5.01 };
+            assert!(bytes.into_iter().all(|bytes| bytes < most), "{} {kind:?}: {bytes:?}", kernel.name());
+        }
+    }
+}
+
 #[test]
 fn a_million_cycles_leave_the_bits_on_every_kernel() {
     const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];

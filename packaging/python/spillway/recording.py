@@ -55,7 +55,7 @@ class Recording(_NativeHandle):
 
     | mode | rollback | cost |
     |---|---|---|
-    | "delta" | exact, from a log | per element 9 bytes at step 1, 1.2 in steady state, at most 13 |
+    | "delta" | exact, from a log | per element 1.2 bytes in steady state, 3.4 at step 2, at most 13 |
     | "shadow" | exact and immediate | tensors prepared with a shadow, which the step writes |
     | "arithmetic" | old values only approximately; refuses Inf and NaN | no memory |
 

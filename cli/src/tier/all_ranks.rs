@@ -32,9 +32,8 @@ impl Ranks {
         let found = complete(which.some()?)?;
         let commits: Vec<Vec<Commit>> =
             found.iter().map(|one| Ok(known(&Tier::steps(&reading(one, None))?))).collect::<Result<_>>()?;
-        let common = |commit: &&Commit| commits.iter().all(|own| own.contains(*commit));
-        match commits.first().and_then(|first| first.iter().filter(common).max()) {
-            Some(commit) => Ok(Ranks { commit: *commit, found }),
+        match chosen(&commits) {
+            Some(commit) => Ok(Ranks { commit, found }),
             None => Err(TierError::at(TierKind::NoStep, job_of(&found), apart(&found, &commits))),
         }
     }
@@ -85,6 +84,19 @@ fn named(partial: &Path, to: &Path) -> Result<()> {
     fs::rename(partial, to).map_err(|error| failed(to, &error))?;
     // A path of one name has an empty parent.
     sync(to.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+}
+
+/// The commit at which the ranks would resume: that of the newest step of those that all of them have. Each rank has its
+/// last commit, then the one before. The rule is also in the Python package, in `_ranks.py`; its test_ranks.py compares
+/// both.
+fn chosen(commits: &[Vec<Commit>]) -> Option<Commit> {
+    let common = |commit: &&Commit| commits.iter().all(|own| own.contains(*commit));
+    let known: Vec<Commit> = commits.first()?.iter().filter(common).copied().collect();
+    let step = known.iter().map(|(step, _)| *step).max()?;
+    let mut of_step = known.into_iter().filter(|(own, _)| *own == step);
+    // Two commits may have one step. A rank that lacks the later one has the earlier one as its last.
+    let is_whole = commits.iter().all(|own| own.first() == commits[0].first());
+    if is_whole { of_step.next() } else { of_step.last() }
 }
 
 /// Why the ranks have no commit in common.

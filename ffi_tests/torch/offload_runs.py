@@ -21,11 +21,12 @@ BUCKETS = (1, 2000, 1 << 20)
 
 
 class Net(torch.nn.Module):
-    """Layers of which some are used twice, some in some steps only, and some are frozen."""
+    """Layers of which some are used twice, some in some steps only, and some are frozen. Those of the largest width are divided, if
+    buckets are small."""
 
     def __init__(self, chance, dtype):
         super().__init__()
-        width = chance.choice((8, 24, 40))
+        width = chance.choice((8, 24, 40, 136))
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(chance.randint(2, 5)))
         self.scale = torch.nn.Parameter(torch.ones(width))
         self.sometimes = torch.nn.Linear(width, width)

@@ -110,10 +110,10 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
     optimizer.step()
     publish, published = bucket_module.Bucket.publish, []
 
-    def interrupted(self, stands):
+    def interrupted(self, *given):
         if len(published) == 1:
             raise KeyboardInterrupt
-        published.append(publish(self, stands))
+        published.append(publish(self, *given))
 
     backward(params)
     with pytest.MonkeyPatch.context() as patch:
@@ -140,8 +140,8 @@ def test_no_backward_completes_a_step_that_an_exception_interrupted(times):
         optimizer = offload(model, lr=0.1, max_norm=1.0, bucket_bytes=1)
         calls, publish = iter(range(times)), bucket_module.Bucket.publish
 
-        def raises(bucket, stands):
-            places = publish(bucket, stands)
+        def raises(bucket, *given):
+            places = publish(bucket, *given)
             if next(calls, None) is not None:
                 raise KeyboardInterrupt
             return places

@@ -36,9 +36,14 @@ class _Flag:
 
     def wait(self) -> None:
         """Waits until it is set."""
-        while not self.is_set:
-            if self._lock.acquire(timeout=_LOOK):
-                self._lock.release()
+        while not self.wait_for(_LOOK):
+            pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """Waits for so many seconds at most; True if it is set."""
+        if not self.is_set and self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        return self.is_set
 
 
 class _Call:
@@ -122,6 +127,10 @@ class AfterEvents:
         call = _Call(events, function, arguments)
         self._worker.calls.put(call)
         self._begun.append(call)
+
+    def is_over(self, within: float) -> bool:
+        """True if all calls are over within so many seconds."""
+        return not self._begun or self._begun[-1].over.wait_for(within)
 
     def wait(self) -> None:
         """Waits for all calls; raises the error of the first that failed, as if it had failed here."""

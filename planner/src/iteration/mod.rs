@@ -24,7 +24,8 @@ pub struct Machine {
     pub device: f64,
 }
 
-/// Parameters that are copied and stepped together.
+/// Parameters that are copied and stepped together. Parts of a bucket whose gradients arrive at once, such as the pieces of
+/// a divided tensor, are buckets of which only the first one takes time in backward.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bucket {
     /// Number of parameters.

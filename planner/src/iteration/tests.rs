@@ -33,32 +33,63 @@ fn tensors() -> Vec<u64> {
     [&table[..], &block.repeat(BLOCKS), &[WIDTH, WIDTH], &table].concat()
 }
 
-/// Tensors in buckets of 64 MiB as `offload` has them: the first ones begin at a sixteenth, each twice the one before. A
-/// tensor is not divided. In the order of backward.
-fn divided() -> Vec<u64> {
+/// Tensors in buckets of 64 MiB as `offload` has them, with the bytes that each should have: the first ones begin at a
+/// sixteenth, each twice the one before. In the order of backward.
+fn cut() -> Vec<(Vec<u64>, u64)> {
     const MOST: u64 = 64 << 20;
-    let (mut found, mut limit) = (vec![0_u64], MOST / 16);
+    let mut found = vec![(Vec::new(), MOST / 16)];
     for tensor in tensors() {
-        if found.last().is_some_and(|last| 2 * last >= limit) {
-            found.push(0);
-            limit = MOST.min(2 * limit);
+        let (members, most) = found.last_mut().unwrap();
+        if 2 * members.iter().sum::<u64>() >= *most {
+            let next = MOST.min(2 * *most);
+            found.push((vec![tensor], next));
+        } else {
+            members.push(tensor);
         }
-        *found.last_mut().unwrap() += tensor;
     }
+    found.iter_mut().for_each(|(members, _)| members.reverse());
     found.reverse();
     found
 }
 
+/// The parameters of each part of these buckets. A tensor of more bytes than its bucket should have is divided, and a
+/// bucket that has one by halves.
+fn divided() -> Vec<Vec<u64>> {
+    fn parts(tensors: &[u64], most: u64) -> Vec<u64> {
+        if tensors.iter().all(|tensor| 2 * tensor <= most) {
+            return vec![tensors.iter().sum()];
+        }
+        if let [tensor] = tensors {
+            let piece = 1_u64 << (most / 2).ilog2();
+            return (0..*tensor).step_by(piece as usize).map(|start| piece.min(tensor - start)).collect();
+        }
+        let (left, right) = tensors.split_at(tensors.len() / 2);
+        [parts(left, most), parts(right, most)].concat()
+    }
+    cut().iter().map(|(members, most)| parts(members, *most)).collect()
+}
+
+/// As the measured code had them: one part each.
+fn undivided() -> Vec<Vec<u64>> {
+    cut().iter().map(|(members, _)| vec![members.iter().sum()]).collect()
+}
+
 /// Backward takes time in proportion to parameters. Only the embedding, the last, takes none: it has no matrix product.
-fn backward(sizes: Vec<u64>, seconds: f64) -> Vec<Bucket> {
-    let (last, products) = sizes.split_last().unwrap();
-    assert_eq!(*last, WORDS * WIDTH);
-    let total: u64 = products.iter().sum();
-    let share = |size: &u64| {
-        let backward = seconds * *size as f64 / total as f64;
-        Bucket { parameters: *size, backward, stays: false }
-    };
-    products.iter().map(share).chain([Bucket { parameters: *last, backward: 0.0, stays: false }]).collect()
+/// Parts of a bucket are complete at once. The last `tail` buckets stay.
+fn backward(buckets: &[Vec<u64>], seconds: f64, tail: usize) -> Vec<Bucket> {
+    let size = |bucket: &Vec<u64>| bucket.iter().sum::<u64>();
+    let (last, products) = buckets.split_last().unwrap();
+    assert_eq!(size(last), WORDS * WIDTH);
+    let total: u64 = products.iter().map(size).sum();
+    let mut found = Vec::new();
+    for (place, bucket) in buckets.iter().enumerate() {
+        let takes = if place < products.len() { size(bucket) as f64 / total as f64 } else { 0.0 };
+        for (number, parameters) in bucket.iter().enumerate() {
+            let backward = if number == 0 { seconds * takes } else { 0.0 };
+            found.push(Bucket { parameters: *parameters, backward, stays: place + tail >= buckets.len() });
+        }
+    }
+    found
 }
 
 /// A batch: the milliseconds of the floor, and of its backward.
@@ -86,18 +117,31 @@ fn forward(batch: Batch) -> f64 {
 }
 
 /// Milliseconds of an iteration, and those that the floor's forward and backward do not hide.
-fn model(batch: Batch, waits: f64, sizes: Vec<u64>, machine: &Machine, optimizer: &Optimizer) -> (f64, f64) {
-    let buckets = backward(sizes, (batch.backward + waits) / 1e3);
+fn model(
+    batch: Batch,
+    waits: f64,
+    buckets: &[Vec<u64>],
+    machine: &Machine,
+    optimizer: &Optimizer,
+) -> (f64, f64) {
+    let buckets = backward(buckets, (batch.backward + waits) / 1e3, 0);
     let found = predict(machine, forward(batch), &buckets, optimizer).unwrap();
     (1e3 * found.seconds, 1e3 * found.exposed + waits)
 }
 
-/// With the embedding as the tail, which stays on the device.
-fn with_tail(batch: Batch) -> (f64, f64) {
-    let mut buckets = backward(divided(), batch.backward / 1e3);
-    buckets.last_mut().unwrap().stays = true;
+/// With a tail of so many buckets.
+fn with_tail(batch: Batch, tail: usize) -> (f64, f64) {
+    let buckets = backward(&divided(), batch.backward / 1e3, tail);
     let found = predict(&MEASURED, forward(batch), &buckets, &OFFLOAD).unwrap();
     (1e3 * found.seconds, 1e3 * found.exposed)
+}
+
+/// The tail of `tail="auto"`, if it tries all: the shortest whose exposed time is at most a twentieth of backward above the
+/// least.
+fn auto(batch: Batch) -> usize {
+    let exposed: Vec<f64> = (0..=cut().len()).map(|tail| with_tail(batch, tail).1).collect();
+    let least = exposed.iter().copied().fold(f64::INFINITY, f64::min);
+    exposed.iter().position(|exposed| *exposed <= least + 0.05 * batch.backward.max(least)).unwrap()
 }
 
 /// torchao steps each tensor with torch's fused step, which had 1/1.17 of our rate. 16-bit weight and moments read and
@@ -105,22 +149,23 @@ fn with_tail(batch: Batch) -> (f64, f64) {
 fn torchao(batch: Batch) -> (f64, f64) {
     let machine = Machine { cpu: MEASURED.cpu / 1.17, ..MEASURED };
     let own = Optimizer { touched: 14.0, steps: Steps::Final, returns: Returns::AfterGradients, ..OFFLOAD };
-    model(batch, 0.0, tensors().into_iter().rev().collect(), &machine, &own)
+    let alone: Vec<Vec<u64>> = tensors().into_iter().rev().map(|tensor| vec![tensor]).collect();
+    model(batch, 0.0, &alone, &machine, &own)
 }
 
 fn offload(batch: Batch, optimizer: Optimizer) -> (f64, f64) {
-    model(batch, 0.0, divided(), &MEASURED, &optimizer)
+    model(batch, 0.0, &divided(), &MEASURED, &optimizer)
 }
 
 /// With one wait for each parameter in backward, and all weights after the verdict.
 fn waiting(batch: Batch) -> (f64, f64) {
     let own = Optimizer { returns: Returns::AfterVerdict, verdict: COMPARISONS, ..OFFLOAD };
-    model(batch, WAITS, divided(), &MEASURED, &own)
+    model(batch, WAITS, &undivided(), &MEASURED, &own)
 }
 
 /// A step that waits for the norm has no log.
-fn without_overlap(batch: Batch, steps: Steps) -> (f64, f64) {
-    offload(batch, Optimizer { touched: 28.0, steps, ..OFFLOAD })
+fn after_norm(steps: Steps) -> Optimizer {
+    Optimizer { touched: 28.0, steps, ..OFFLOAD }
 }
 
 fn record(name: &str) -> Value {
@@ -146,10 +191,17 @@ const TORCHAO: &str = "torchao CPUOffloadOptimizer, bf16 states";
 
 #[test]
 fn the_last_bucket_is_the_embedding_alone_and_the_others_cover_the_rest() {
-    let sizes = divided();
+    let sizes = undivided().concat();
     assert_eq!((tensors().len(), tensors().iter().sum::<u64>()), (132, sizes.iter().sum()));
     assert_eq!(sizes.last(), Some(&(WORDS * WIDTH)));
     assert!(sizes.iter().all(|size| *size > 0));
+}
+
+#[test]
+fn parts_have_the_parameters_of_their_buckets_and_the_embedding_has_24() {
+    let sums: Vec<u64> = divided().iter().map(|parts| parts.iter().sum()).collect();
+    assert_eq!(sums, undivided().concat());
+    assert_eq!(divided().last(), Some(&vec![2 << 20; 24]));
 }
 
 /// A row of the record.
@@ -172,14 +224,15 @@ fn rows(batch: Batch) -> Vec<Row> {
     ];
     if batch.size == 16 {
         let took = took("spillway offload, overlap=False", "every step");
-        let late = without_overlap(batch, Steps::AfterBackward);
+        let late = model(batch, 0.0, &undivided(), &MEASURED, &after_norm(Steps::AfterBackward));
         found.push(row("offload, overlap=False", "every step", late, took));
     }
     found.extend([
         row("offload", "none", offload(batch, OFFLOAD), None),
-        row("offload, tail=1", "none", with_tail(batch), None),
+        row("offload, tail=1", "none", with_tail(batch, 1), None),
+        row("offload, tail=\"auto\"", "none", with_tail(batch, auto(batch)), None),
         row("offload", "one step", offload(batch, repeated), None),
-        row("offload", "every step", without_overlap(batch, Steps::AfterNorm), None),
+        row("offload", "every step", offload(batch, after_norm(Steps::AfterNorm)), None),
     ]);
     found
 }
@@ -244,6 +297,11 @@ fn times_of_a_bucket_add_up_and_scarce_memory_slows_steps_beside_copies() {
     let repeated = Optimizer { steps: Steps::Repeated, ..own };
     assert_eq!(predict(&slow, 1.0, &one, &repeated).unwrap().seconds, 6.0 + 10.0 + 10.0);
     assert_eq!(with(Steps::AfterNorm, Returns::AfterVerdict), 3.0 + 2.0 + 5.0 + 3.0 + 1.0);
+    // The second piece of a tensor leaves while the first one is stepped, and returns when that has returned.
+    let pieces = [one[0], Bucket { backward: 0.0, ..one[0] }];
+    let still = Optimizer { verdict: 0.0, ..own };
+    assert_eq!(seconds(still, &[Bucket { parameters: 2, ..one[0] }]), 2.0 + 2.0 + 6.0 + 2.0 + 2.0);
+    assert_eq!(seconds(still, &pieces), 2.0 + 1.0 + 6.0 + 1.0 + 2.0);
     let kept = Bucket { stays: true, ..one[0] };
     assert_eq!(seconds(own, &[kept]), 1.0 + 1.0 + 5.0 + 0.375);
     assert_eq!(seconds(own, &[one[0], kept]), 3.0 + 3.0 + 5.0 + 0.375 + 1.0);

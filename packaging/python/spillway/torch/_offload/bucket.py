@@ -1,4 +1,5 @@
-"""Parameters of offload() that are stepped together. Each question about them is one comparison of lists, and each copy one call for all.
+"""Parameters of offload() that are stepped together. Each question about them is one comparison of lists, and each copy one call for all
+of a part.
 
 Invariants:
 - `_seen` is set once the copies of `take` have begun: it tells the gradients and weights that are copied.
@@ -8,7 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter
 from types import NoneType
@@ -22,6 +24,7 @@ from ...optim import tensor_table
 from .._copies import HostLink, wait
 from .._states import MASTER, with_values
 from .._tensors import DTensor, local, locals_of
+from .parts import Part, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
 
@@ -32,18 +35,18 @@ _MEMORY = slice(2, None)
 
 
 class Bucket:
-    """Parameters that are stepped together; `place` is its place in the lane.
+    """Parameters that are stepped together; `place` is its place in the lane. Tensors of more than `most` bytes are divided.
 
     Attributes:
-        number: Its number in the rounds of the lane's engine, if it is not in the tail.
+        parts: What the lane's engine steps in one call each.
         stays: The bucket is in the tail."""
 
-    number = 0
-
-    def __init__(self, lane: Any, place: int, slots: list[Slot]):
+    def __init__(self, lane: Any, place: int, slots: list[Slot], most: int):
         self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
+        self._tree: Tree = divide(slots, most)
+        self.parts = [*leaves(self._tree)]
         #: The parameters whose gradients backward has completed since the last step.
         self._arrived: set[Slot] = set()
         #: The facts of gradients and parameters when the gradients were copied; None for gradients whose change nobody asks for.
@@ -51,6 +54,8 @@ class Bucket:
         #: The gradients then: their memory cannot become that of others before the step. Their sums; None: nobody asks.
         self._held: list[Any] = []
         self._grad_sums: list[Any] | None = None
+        #: What the copies of each part are awaited by.
+        self._fences: dict[Part, list[Any]] = {}
         #: Facts and uses of the parameters when their weights were copied, and the sums of the parameters then.
         self._copied: Facts | None = None
         self._weight_sums: list[Any] = [None] * len(slots)
@@ -59,12 +64,12 @@ class Bucket:
         self._versions: list[int] = []
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: For these uses of the slots the arrays of the C table and the tensors of the states.
-        self._lists: tuple[list[int], list[tuple[Any, ...]], list[torch.Tensor]] | None = None
+        #: For these uses of the slots the arrays of the C table of each part, and the tensors of the states.
+        self._lists: tuple[list[int], dict[Part, list[tuple[Any, ...]]], list[torch.Tensor]] | None = None
         #: The weights of a step that has no verdict, on their device.
-        self.second = Second(slots)
-        #: The addresses of the arrays, the C table, and what keeps its memory.
-        self._table: tuple[list[int], Any, list[Any]] | None = None
+        self.second = Second(slots, len(self.parts))
+        #: Of each part the addresses of the arrays, the C table, and what keeps its memory.
+        self._tables: dict[Part, tuple[list[int], Any, list[Any]]] = {}
 
     # During backward.
 
@@ -106,8 +111,12 @@ class Bucket:
                     self._follow(slot, own.detach())
             else:
                 self._copy_weights(owns, now, compared_later=marked)
-                for link, places in self._by_link(range(len(owns))):
-                    link.out_all([self.slots[place].grad for place in places], [grads[place] for place in places])
+                hosts = [slot.grad for slot in self.slots]
+                for part in self.parts:
+                    by_link = self._by_link(part.places)
+                    for link, places in by_link:
+                        link.out_all(*part.pairs(places, hosts, grads))
+                    self._fences[part] = [link.fence() for link, _ in by_link]
             self._grad_sums = sums(grads) if marked else None
         self._held = [param.grad for param in self._params]
         self._versions = self._state_versions()
@@ -192,34 +201,36 @@ class Bucket:
 
     # The step.
 
-    def submit(self) -> None:
-        """Has the lane's engine step the bucket."""
-        table, held = self._rows()
-        self.lane.speculation.submit_table("spw_spec_submit", self.number, held, ctypes.addressof(table), len(table), None)
+    def fences(self, part: Part) -> list[Any]:
+        """What is awaited until the gradients of a part are on the host."""
+        return [fence for fence in self._fences[part] if fence is not None]
 
-    def _rows(self) -> tuple[Any, list[Any]]:
-        """The C table, and what keeps its memory."""
-        rows, _ = self._memory_of_slots()
+    def submit(self, part: Part) -> None:
+        """Has the lane's engine step a part."""
+        table, held = self._rows(part)
+        self.lane.speculation.submit_table("spw_spec_submit", part.number, held, ctypes.addressof(table), len(table), None)
+
+    def _rows(self, part: Part) -> tuple[Any, list[Any]]:
+        """The C table of a part, and what keeps its memory."""
+        rows = self._memory_of_slots()[0][part]
         addresses = [*map(_data_ptr, chain.from_iterable(rows))]
-        if self._table is None or self._table[0] != addresses:
+        found = self._tables.get(part)
+        if found is None or found[0] != addresses:
             table, held = tensor_table(self.lane.adam, rows)
             for row in table:
                 row.options = ctypes.addressof(self.lane.options)
-            self._table = addresses, table, held
-        return self._table[1:]
+            found = self._tables[part] = addresses, table, held
+        return found[1:]
 
-    def is_stepped(self) -> bool:
-        """True if the bucket is stepped, on the host, and has no verdict. The error of a step is told by `wait`."""
+    def squares(self, of_parts: Mapping[Part, float]) -> float:
+        """The sum of the squares of the gradients, from those of the parts."""
+        return sum_of(self._tree, of_parts)
+
+    def is_stepped(self, part: Part) -> bool:
+        """True if a part is stepped, on the host, and has no verdict. The error of a step is told by `publish`."""
         with OwnSuppressed():
-            return bool(self.lane.speculation.bucket_state(self.number) == "speculative")
+            return bool(self.lane.speculation.bucket_state(part.number) == "speculative")
         return False
-
-    def wait(self) -> None:
-        """Waits until the new weights are final."""
-        if self.stays:
-            self.lane.tail.step(self.place)
-        else:
-            self.lane.speculation.wait(self.number)
 
     def release(self) -> None:
         """The step returns before its verdict, and the program may write to the gradients."""
@@ -243,10 +254,16 @@ class Bucket:
         owns = self._owns()
         return self.second.make([own.detach() for own in owns], self._by_link(range(len(owns))))
 
-    def publish(self, stands: bool) -> list[int]:
-        """Gives the parameters their new weights, except those to which the program has written since the verdict, after a signal that
-        interrupted the step; returns the places of the others. Versions are those of before until `published`. `stands`: the verdict has
-        kept what was stepped before it."""
+    def publish(self, stands: bool, waiting: Callable[[], AbstractContextManager[None]]) -> list[int]:
+        """Gives the parameters their new weights as they become final, except those to which the program has written since the verdict,
+        after a signal that interrupted the step; returns the places of the others. Versions are those of before until `published`.
+
+        Args:
+            stands: The verdict has kept what was stepped before it.
+            waiting: A block that waits for weights."""
+        if self.stays:
+            with waiting():
+                self.lane.tail.step(self.place)
         owns = self._owns()
         now = facts_of(owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
@@ -261,9 +278,17 @@ class Bucket:
         memory, to = self._memory_of(owns, now)
         if not stands:
             self.second.forget()
-        if not self.second.give(to, places):
-            for link, own in self._by_link(places):
-                link.back_all([to[place] for place in own], [self.slots[place].weights for place in own])
+        weights, is_there = [slot.weights for slot in self.slots], self.second.fences() is not None
+        # The engine completes the parts in this order.
+        for part in reversed(self.parts):
+            with waiting():
+                self.lane.speculation.wait(part.number)
+            if not is_there:
+                for link, own in self._by_link(place for place in part.places if place not in written):
+                    hosts, params = part.pairs(own, weights, to)
+                    link.back_all(params, hosts)
+        if is_there:
+            self.second.give(to, places)
         self._weight_sums = memory.take()
         return places
 
@@ -282,7 +307,7 @@ class Bucket:
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""
-        self._seen, self._held, self._masters = None, [], []
+        self._seen, self._held, self._masters, self._fences = None, [], [], {}
         self._arrived.clear()
         self.second.forget()
         if self.stays:
@@ -297,11 +322,11 @@ class Bucket:
     def _grads(self) -> list[Any]:
         return [*locals_of([*map(_grad, self._params)])]
 
-    def _memory_of_slots(self) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
-        """The arrays of each row, of a bucket on the host, and the tensors of all states."""
+    def _memory_of_slots(self) -> tuple[dict[Part, list[tuple[Any, ...]]], list[torch.Tensor]]:
+        """The arrays of each row of each part, of a bucket on the host, and the tensors of all states."""
         uses = self._uses()
         if self._lists is None or self._lists[0] != uses:
-            rows = [] if self.stays else [slot.row() for slot in self.slots]
+            rows = {} if self.stays else {part: part.rows(self.slots) for part in self.parts}
             self._lists = uses, rows, [*chain.from_iterable(slot.parts.values() for slot in self.slots)]
         return self._lists[1:]
 
@@ -316,7 +341,9 @@ class Bucket:
         links = self.links()
         if len(links) == 1:
             return [(links[0], [*places])]
-        return [(link, [place for place in places if self.slots[place].link is link]) for link in links]
+        places = [*places]
+        found = [(link, [place for place in places if self.slots[place].link is link]) for link in links]
+        return [(link, own) for link, own in found if own]
 
     def links(self) -> list[HostLink]:
         """The links of the parameters."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
-from operator import add
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +22,21 @@ import torch
 from ... import _abi
 from ..._after_events import AfterEvents
 from ..._written import Comparison, sums
-from ...errors import OutOfOrderError, OwnSuppressed
+from ...errors import OutOfOrderError, OwnSuppressed, TimedOutError
 from ...optim import Adam
 from ...speculate import Speculation
 from .._table import check_adam
 from .._tensors import local
 from .bucket import Bucket
+from .parts import Part
 from .slot import Slot, grow_versions
 from .tail import Tail, tail_of
 
 #: The smallest bucket has this part of the bytes of the others.
 _SMALL = 16
+#: Seconds after which a step that waits for the norm looks which parts are stepped.
+_LOOK = 0.001
+_stays, _size = attrgetter("stays"), attrgetter("size")
 
 
 def _changed(rows: Iterable[tuple[torch.Tensor, Any]]) -> Comparison:
@@ -41,15 +45,16 @@ def _changed(rows: Iterable[tuple[torch.Tensor, Any]]) -> Comparison:
     return Comparison(sums(tensors), before)
 
 
-def _cut(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
-    """Buckets of these parameters, in their order. The first ones are small: each of them has twice the bytes of the one before."""
-    found: list[list[Slot]] = [[]]
+def _cut(slots: Sequence[Slot], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
+    """Buckets of these parameters, in their order, and the bytes that each should have. The first ones are small: each of them has twice
+    the bytes of the one before."""
     size, limit = 0, max(1, bucket_bytes // _SMALL)
+    found: list[tuple[list[Slot], int]] = [([], limit)]
     for slot in slots:
-        if size >= limit and found[-1]:
-            found.append([])
+        if size >= limit and found[-1][0]:
             size, limit = 0, min(2 * limit, bucket_bytes)
-        found[-1].append(slot)
+            found.append(([], limit))
+        found[-1][0].append(slot)
         size += local(slot.param).nbytes
     return found
 
@@ -69,8 +74,8 @@ class Lane:
         self.group, self.counts, self.maximizes = group, counts, slots[0].maximizes
         self.buckets: list[Bucket] = []
         # Backward completes the first parameters last, and nothing hides the step of its last bucket.
-        for place, members in enumerate(reversed(_cut(slots, bucket_bytes))):
-            self.buckets.append(Bucket(self, place, members[::-1]))
+        for place, (members, most) in enumerate(reversed(_cut(slots, bucket_bytes))):
+            self.buckets.append(Bucket(self, place, members[::-1], most))
         self.speculation: Any = None
         self.tail = Tail({})
         self.options, self.number = _abi.AdamOptions(), 0
@@ -100,19 +105,21 @@ class Engine:
 
     Attributes:
         lanes: The lanes.
-        buckets: Their buckets on the host, in the order of their numbers."""
+        buckets: Their buckets on the host.
+        parts: The parts of these, in the order of their numbers."""
 
     def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket]):
         self.lanes, self.buckets = lanes, buckets
+        self.parts = [part for bucket in buckets for part in bucket.parts]
         # A step may write the weights of a slot at once, which parameters get once they are final: a commit then has nothing to do.
         # Without buckets it has an empty one, so that a round has a begin and an end.
-        self.speculation = Speculation(max(len(buckets), 1), publish="staged")
+        self.speculation = Speculation(max(len(self.parts), 1), publish="staged")
         # Messages name what the program has made.
         self.speculation._user = "optimizer of offload()"
         for lane in lanes:
             lane.speculation = self.speculation
-        for number, bucket in enumerate(buckets):
-            bucket.number = number
+        for number, part in enumerate(self.parts):
+            part.number = number
 
     def begin(self, max_norm: float) -> None:
         """Opens a round. Each bucket has the options of its lane."""
@@ -121,10 +128,18 @@ class Engine:
         if not self.buckets:
             self.speculation.submit(0, [])
 
+    def is_measured(self, within: float) -> bool:
+        """True if all gradients are measured within so many seconds."""
+        with OwnSuppressed(TimedOutError):
+            self.speculation.local_result(within)
+            return True
+        return False
+
     def measured(self) -> tuple[bool, dict[Bucket, float]]:
         """Whether a gradient has Inf or NaN, and the sum of the squares of each bucket."""
         result = self.speculation.local_result()
-        return result.nonfinite, dict(zip(self.buckets, self.speculation.bucket_squares()))
+        of_parts = dict(zip(self.parts, self.speculation.bucket_squares()))
+        return result.nonfinite, {bucket: bucket.squares(of_parts) for bucket in self.buckets}
 
 
 class Decision(NamedTuple):
@@ -173,8 +188,10 @@ class Plan:
         self._options: list[bytes] = []
         # Submits the buckets whose copies are under way.
         self._starting = AfterEvents()
-        # Buckets whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
-        self._stepping: list[Bucket] = []
+        # Those on the host that were submitted in the round, in that order.
+        self._submitted: list[Bucket] = []
+        # Parts whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
+        self._stepping: list[tuple[Bucket, Part]] = []
         self._has_room: bool | None = None
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
@@ -226,12 +243,14 @@ class Plan:
         bucket.submitted = True
         if bucket.stays:
             return
-        # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
-        fences = [*self._publishing, *(link.fence() for link in bucket.links())]
-        self._starting.call([fence for fence in fences if fence is not None], self._send, bucket)
-        self._publishing.clear()
+        self._submitted.append(bucket)
+        for part in bucket.parts:
+            # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
+            fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(part)]
+            self._starting.call(fences, self._send, bucket, part)
+            self._publishing.clear()
         if early and self._makes_second(bucket):
-            self._stepping.append(bucket)
+            self._stepping += ((bucket, part) for part in bucket.parts)
             self._bring()
 
     def _makes_second(self, bucket: Bucket) -> bool:
@@ -245,13 +264,17 @@ class Plan:
         return self._has_room
 
     def _bring(self) -> None:
-        """Starts the return of the weights of buckets that are stepped, and have no verdict. Waits for none."""
-        while self._stepping and self._stepping[0].is_stepped():
-            self._stepping.pop(0).second.bring()
+        """Starts the return of the weights of parts that are stepped, and have no verdict. Waits for none."""
+        while self._stepping:
+            bucket, part = self._stepping[0]
+            if not bucket.is_stepped(part):
+                return
+            del self._stepping[0]
+            bucket.second.bring(part)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket, part: Part) -> None:
         self.started = self.started or time.perf_counter()
-        bucket.submit()
+        bucket.submit(part)
 
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
@@ -259,6 +282,8 @@ class Plan:
         nonfinite, total = False, 0.0
         squares: dict[Bucket, float] = {}
         with self._waiting():
+            while self._stepping and not self._is_measured():
+                self._bring()
             self._starting.wait()
             for engine in self.engines:
                 found, of_buckets = engine.measured()
@@ -275,6 +300,13 @@ class Plan:
             if lane.counts:
                 total += reduce(add, sums, 0.0)
         return nonfinite, total
+
+    def _is_measured(self) -> bool:
+        """True if all gradients are measured. Waits for a moment."""
+        if not self._starting.is_over(_LOOK):
+            return False
+        self._starting.wait()
+        return all(engine.is_measured(_LOOK) for engine in self.engines)
 
     def release(self) -> None:
         """The step returns before its verdict."""
@@ -312,12 +344,11 @@ class Plan:
         # Those of the tail first: a device steps them while the host waits for the others.
         places: dict[Bucket, list[int]] = {}
         stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)
-        for bucket in sorted(self.buckets, key=lambda bucket: not bucket.stays):
-            with self._waiting():
-                bucket.wait()
-            places[bucket] = bucket.publish(stands)
+        # Then those that were submitted last: the engine completes them first.
+        for bucket in (*filter(_stays, self.buckets), *reversed(self._submitted)):
+            places[bucket] = bucket.publish(stands, self._waiting)
             if not bucket.stays:
-                self._publishing += bucket.second.fences or [link.fence() for link in bucket.links()]
+                self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
         # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
         grow_versions(bucket.slots[place] for bucket, own in places.items() for place in own)
         for bucket, own in places.items():
@@ -352,6 +383,7 @@ class Plan:
         """The round is over."""
         self.is_open, self.decision = False, None
         self._stepping.clear()
+        self._submitted.clear()
         for bucket in self.buckets:
             bucket.submitted = False
             bucket.forget()
@@ -387,8 +419,8 @@ class Plan:
 
     @staticmethod
     def _layout_of(slots: Sequence[Slot], numbers: Sequence[int]) -> tuple[list[Any], ...]:
-        """The slots, their groups, whether these maximize, and for each slot a number of its lane: lanes advance together."""
+        """The slots, their sizes and groups, whether these maximize, and for each slot a number of its lane: lanes advance together."""
         groups, signs = [slot.group for slot in slots], [slot.maximizes for slot in slots]
         lanes: dict[tuple[int, int], int] = {}
         places = [lanes.setdefault(key, len(lanes)) for key in zip(groups, numbers)]
-        return [*map(id, slots)], groups, signs, places
+        return [*map(id, slots)], [*map(_size, slots)], groups, signs, places

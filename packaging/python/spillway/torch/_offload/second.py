@@ -3,7 +3,7 @@
 The weights that a step during backward has written go there at once, on a stream of their own. If the verdict keeps the step, a copy on the
 device gives them to the parameters. Otherwise nothing has happened to the parameters.
 
-Invariant: `fences` is set once the copies of a round have begun, and None from `forget` on."""
+Invariant: `fences` has those of all parts that were brought in a round, and `_left` is the number of the others."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any
 import torch
 
 from .._copies import HostLink
+from .parts import Part
 from .slot import Slot
 
-_ByLink = list[tuple[HostLink, list[int]]]
+_ByLink = Sequence[tuple[HostLink, Sequence[int]]]
 
 
 class Second:
-    """The second copies of a bucket of these parameters.
+    """The second copies of a bucket of these parameters, which has this number of parts."""
 
-    Attributes:
-        fences: What the copies from the host are awaited by; None: there are none."""
-
-    def __init__(self, slots: Sequence[Slot]):
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], parts: int):
+        self._slots, self._parts, self._left = slots, parts, parts
         self._memory: list[torch.Tensor] = []
-        self._links: _ByLink = []
-        self.fences: list[Any] | None = None
+        self._links: list[tuple[HostLink, set[int]]] = []
+        # The copies of a link are awaited by its last fence.
+        self._fences: dict[HostLink, Any] = {}
 
     def make(self, owns: Sequence[torch.Tensor], links: _ByLink) -> bool:
         """Makes memory for these weights; False if a device has too little."""
@@ -42,26 +41,28 @@ class Second:
                 for place, tensor in zip(places, made):
                     memory[place] = tensor
             self._memory = memory
-        self._links = links
+        self._links = [(link, {*places}) for link, places in links]
         return True
 
-    def bring(self) -> None:
-        """Starts the copies of what the step has written."""
+    def bring(self, part: Part) -> None:
+        """Starts the copies of what the step of a part has written."""
         weights = [slot.weights for slot in self._slots]
-        self.fences = [
-            link.bring_second([self._memory[place] for place in places], [weights[place] for place in places])
-            for link, places in self._links
-        ]
+        for link, members in self._links:
+            if own := [place for place in part.places if place in members]:
+                hosts, copies = part.pairs(own, weights, self._memory)
+                self._fences[link] = link.bring_second(copies, hosts)
+        self._left -= 1
 
-    def give(self, to: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
-        """Gives the parameters at these places their weights; False if no copies have begun."""
-        if self.fences is None:
-            return False
-        wanted = {*places}
-        for (link, members), fence in zip(self._links, self.fences):
-            own = [place for place in members if place in wanted]
-            link.place_all([to[place] for place in own], [self._memory[place] for place in own], fence)
-        return True
+    def fences(self) -> list[Any] | None:
+        """What the copies from the host are awaited by; None: those of some part have not begun."""
+        return None if self._left else [*self._fences.values()]
+
+    def give(self, to: Sequence[torch.Tensor], places: Iterable[int]) -> None:
+        """Gives the parameters at these places their weights, whose copies have begun."""
+        wanted = [*places]
+        for link, members in self._links:
+            own = [place for place in wanted if place in members]
+            link.place_all([to[place] for place in own], [self._memory[place] for place in own], self._fences[link])
 
     def free(self) -> None:
         """Frees the memory, whose copies are not used any more."""
@@ -69,7 +70,7 @@ class Second:
 
     def forget(self) -> None:
         """The copies of this round are not used any more."""
-        self.fences = None
+        self._fences, self._left = {}, self._parts
 
 
 def _fit(memory: Sequence[torch.Tensor], owns: Sequence[torch.Tensor]) -> bool:

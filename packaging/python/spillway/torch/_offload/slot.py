@@ -40,13 +40,14 @@ class Slot:
         arrived: A number that rises with the moment at which backward completed the gradient.
         parts: The tensors of the state, those of DTensors by their part.
         uses: How often memory or state has changed: what was noted with the same number is valid.
+        size: Number of elements for which there is memory.
         then: Of a parameter of the tail: its facts when its gradient was taken."""
 
     then: tuple[Any, ...] | None = None
 
     def __init__(self, param: torch.Tensor, number: int):
         self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
-        self.name, self.stays, self.arrived, self.uses = f"parameter {number}", False, -number, 0
+        self.name, self.stays, self.arrived, self.uses, self.size = f"parameter {number}", False, -number, 0, 0
         self.grad = self.weights = torch.empty(0)
         # Shape, dtype and device for which there is memory; the tensors of the state.
         self._kind: tuple[Any, ...] = ()
@@ -64,7 +65,7 @@ class Slot:
             InvalidArgumentError: A tensor of the state does not fit."""
         if self._kind != self._present():
             self.uses += 1
-            self.link = link_to(self.param)
+            self.link, self.size = link_to(self.param), local(self.param).numel()
             if self.stays:
                 self.forget()
             else:

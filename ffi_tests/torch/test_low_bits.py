@@ -167,3 +167,45 @@ def test_loaded_low_bits_survive_the_loading_of_the_weights():
     with torch.no_grad():
         param.copy_(values)
     assert torch.equal(optimizer.master(param), kept)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "two state dicts", "state_dict and master", "refused step"])
+def test_weights_that_are_copied_in_and_out_around_a_save_keep_their_masters(way):
+    param, other, optimizer = made()
+    step(optimizer, param, other)
+    kept, values = optimizer.master(param).clone(), param.detach().clone()
+    write(param)
+    if way == "deepcopy":
+        copy.deepcopy((param, optimizer))
+    elif way == "pickle":
+        torch.save((param, optimizer), io.BytesIO())
+    elif way == "refused step":
+        state = optimizer.state[other].pop("exp_avg")
+        with pytest.raises(spillway.InvalidArgumentError, match="lacks 'exp_avg'"):
+            step(optimizer, param, other)
+        optimizer.state[other]["exp_avg"] = state
+    else:
+        optimizer.state_dict()
+    if way == "two state dicts":
+        param.data.mul_(2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert torch.equal(saved["state"][0]["master_low"], torch.zeros_like(saved["state"][0]["master_low"]))
+    if way == "state_dict and master":
+        assert is_written(optimizer, param)
+    param.data.copy_(values)
+    assert torch.equal(optimizer.master(param), kept)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, param, other)
+    assert torch.equal(optimizer.master(param), kept)
+
+
+def test_what_was_put_aside_ends_with_the_next_step():
+    param, other, optimizer = made()
+    step(optimizer, param, other)
+    values = param.detach().clone()
+    write(param)
+    optimizer.state_dict()
+    step(optimizer, param, other)
+    assert not torch.equal(optimizer.master(param), param.detach().float())
+    param.data.copy_(values)
+    assert torch.equal(optimizer.master(param), values.float())

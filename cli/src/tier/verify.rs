@@ -35,6 +35,8 @@ struct Verified {
     blocks: u64,
     bytes: u64,
     damage: Vec<String>,
+    #[serde(skip)]
+    blocks_damaged: bool,
 }
 
 pub fn run(options: &Options) -> Result<()> {
@@ -49,6 +51,7 @@ pub fn run(options: &Options) -> Result<()> {
     drop(progress);
     let damaged: Vec<&Verified> = verified.iter().filter(|one| !one.damage.is_empty()).collect();
     let failed = damaged.len();
+    let blocks = damaged.iter().any(|one| one.blocks_damaged);
     let report = Report { version: spillway::VERSION, tiers: verified };
     match options.json {
         true => stdout::say_json(&report)?,
@@ -57,11 +60,13 @@ pub fn run(options: &Options) -> Result<()> {
     match failed {
         0 => Ok(()),
         _ => {
-            let reason = format!(
-                "{failed} of {} tiers are damaged; restore them from a snapshot or an export, or train again from a \
-                 checkpoint",
-                report.tiers.len()
-            );
+            let cure = match blocks {
+                true => "restore them from a snapshot or an export, or train again from a checkpoint",
+                false => {
+                    "their other superblocks are whole, and the next commit of the program replaces the damaged ones"
+                }
+            };
+            let reason = format!("{failed} of {} tiers are damaged; {cure}", report.tiers.len());
             Err(Error::System { what: "verifying", reason })
         }
     }
@@ -72,16 +77,19 @@ fn verify(found: &Found) -> Result<Verified> {
         Ok(tier) => tier,
         // Both superblocks are damaged: this is what the command looks for.
         Err(error) if found.superblock.is_none() && !found.damage.is_empty() => {
-            return Ok(verified(found, VerifyReport { damage: vec![error], ..VerifyReport::default() }));
+            return Ok(verified(found, VerifyReport { damage: vec![error], ..VerifyReport::default() }, &[]));
         }
         Err(error) => return Err(error),
     };
     let report = tier.verify()?;
     tier.close(None)?;
-    Ok(verified(found, report))
+    Ok(verified(found, report, &found.damage))
 }
 
-fn verified(found: &Found, report: VerifyReport) -> Verified {
+/// `superblocks`: what is wrong with superblocks in whose place others were used.
+fn verified(found: &Found, report: VerifyReport, superblocks: &[String]) -> Verified {
+    let superblocks =
+        superblocks.iter().map(|text| format!("{text}; another one is used, which may be a step older"));
     Verified {
         job: found.owner.job.clone(),
         host: found.owner.host.clone(),
@@ -90,7 +98,8 @@ fn verified(found: &Found, report: VerifyReport) -> Verified {
         extents: report.extents,
         blocks: report.blocks,
         bytes: report.bytes,
-        damage: report.damage.iter().map(Error::to_string).collect(),
+        blocks_damaged: !report.damage.is_empty(),
+        damage: superblocks.chain(report.damage.iter().map(Error::to_string)).collect(),
     }
 }
 

@@ -186,6 +186,24 @@ fn nothing_is_written_by_commands_that_read() {
 }
 
 #[test]
+fn verify_names_a_damaged_superblock_in_whose_place_the_other_one_is_used() {
+    let made = Made::new("tier-verify-superblock");
+    for name in ["superblock.0", "superblock.1"] {
+        let path = made.file(0, name);
+        let whole = fs::read(&path).expect("it is there");
+        let mut bytes = whole.clone();
+        bytes[40] ^= 1;
+        fs::write(&path, bytes).expect("it is writable");
+        let done = made.run("verify", &[], &[]);
+        assert_eq!(done.code, Some(1), "{}", done.stdout);
+        assert!(done.stdout.contains("DAMAGED") && done.stdout.contains(name), "{}", done.stdout);
+        assert!(done.stderr.contains("their other superblocks are whole"), "{}", done.stderr);
+        fs::write(&path, whole).expect("it is writable");
+    }
+    made.succeed("verify", &[], &[]);
+}
+
+#[test]
 fn verify_names_the_extent_that_is_damaged() {
     let made = Made::new("tier-verify");
     let data = made.file(0, "data");

@@ -104,8 +104,8 @@ pub struct spw_gpu_link {
 ///
 /// The call waits neither for copies before it, nor for space for the copy in the driver's queues, nor for the driver to
 /// page-lock memory at its first copy. It queues the mark of what the copy waits for: one event on the stream `handle`.
-/// An error of the driver in a copy is the result of the waits for the copy. SPW_ERR_LIMIT if 65,536 copies
-/// have not ended, or have failed.
+/// An error of the driver in a copy is the result of the waits for the copy. SPW_ERR_LIMIT_REACHED if 65,536
+/// copies have not ended, or have failed.
 ///
 /// Kept: the host memory, pinned and unused, and the device memory, until the copy ends.
 ///

@@ -26,7 +26,7 @@ from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ._low_bits import Note, first_note, settle
+from ._low_bits import Aside, Note, first_note, settle, settle_aside
 from ._norm import part_of
 from ._states import LOW, MASTER, Precision, check_steps, join, master_of, with_values
 from ._table import Table
@@ -315,9 +315,13 @@ class Memory(Home):
         self._table: Table | None = None
         #: Notes of parameters that a former table has stepped.
         self._noted: dict[torch.Tensor, Note] = {}
+        #: Low bits that were settled since the last step.
+        self._aside: dict[torch.Tensor, Aside] = {}
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> Table:
         """The table of the present tensors."""
+        if self._aside:
+            self._put_back(states)
         table = self._table
         # Another default device must not apply to the table.
         with torch._C.DisableTorchFunction():
@@ -337,6 +341,11 @@ class Memory(Home):
                 raise SpillwayError(f"{self.name}: parameters, gradients or states change while a step reads them")
             self._table = table
         return table
+
+    def step(self, rows: Any, options: Any) -> None:
+        """Steps the rows of a table, by one call of the library. `options`: those of one of the rows."""
+        self._aside = {}
+        super().step(rows, options)
 
     def _built(self, groups: list[dict[str, Any]], states: Any) -> Table:
         rows: list[Row] = []
@@ -439,10 +448,17 @@ class Memory(Home):
         settle(self._noted.items())
 
     def _forget_low_bits(self, states: Any) -> None:
-        """Makes low bits zero that the program has made stale."""
+        """Makes low bits zero that the program has made stale, until it restores the parameter or a step is taken."""
         if self.precision.master == "split":
+            self._put_back(states)
             self._noted = {param: note.present() for param, note in self._notes().items() if note.is_of(states.get(param))}
-            settle(self._noted.items())
+            self._aside = settle_aside(self._noted.items())
+
+    def _put_back(self, states: Any) -> None:
+        aside, self._aside = self._aside, {}
+        for param, one in aside.items():
+            if one.is_of(states.get(param)):
+                one.put_back()
 
     def _notes(self) -> dict[torch.Tensor, Note]:
         """All notes; those of the present table come last, as they are newer."""
@@ -482,7 +498,8 @@ class Memory(Home):
             note = self._notes().get(param)
             if note is None or not note.is_of(state):
                 return join(own, local(state[LOW]))
-            settled = note.copy()
+            aside = self._aside.get(param)
+            settled = (aside.before if aside is not None and aside.is_of(state) else note).copy()
             settle([(param, settled)])
             return join(own, local(settled.low))
 

@@ -59,6 +59,27 @@ class Note(NamedTuple):
         return Note.of({LOW: self.low.detach().clone()}, self.sums.clone() if known else torch.zeros_like(self.sums))
 
 
+class Aside(NamedTuple):
+    """Low bits of before a settling, which count again if the program restores the parameter before the next step.
+
+    Attributes:
+        note: The note of the low bits that were settled.
+        before: A note of copies of them and of their sums."""
+
+    note: Note
+    before: Note
+
+    def is_of(self, state: dict[str, Any] | None) -> bool:
+        """True if these states have the low bits that were settled, and the program has not written to them since."""
+        return self.note.is_of(state) and version_of_low(self.note.state) == self.note.version
+
+    def put_back(self) -> None:
+        """Takes the settling back. A step or another settling then judges by the present values."""
+        # By `data`, because a version tells that the program has written to the low bits.
+        local(self.note.low).data.copy_(local(self.before.low))
+        self.note.sums.copy_(self.before.sums)
+
+
 def first_note(state: dict[str, Any]) -> Note:
     """The note of low bits that count."""
     blocks = -(-local(state[LOW]).numel() // _BLOCK)
@@ -80,6 +101,17 @@ def settle(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
         rows.append(row)
         values.append(own)
     _native.call("spw_low_bits_settle", (_abi.Tensor * len(rows))(*rows), len(rows))
+
+
+def settle_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tensor, Aside]:
+    """Settles as `settle` does; returns the former low bits of each parameter whose low bits that has changed."""
+    found = dict[torch.Tensor, Aside]()
+    for param, note in notes:
+        before = note.copy()
+        settle([(param, note)])
+        if not torch.equal(local(before.low), local(note.low)):
+            found[param] = Aside(note, before)
+    return found
 
 
 def pointer_to(sums: torch.Tensor | None) -> Any:

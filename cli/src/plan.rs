@@ -127,7 +127,7 @@ impl Options {
             Some(free) if free >= 0.0 => {
                 Ok(within(shape, &self.rates(), (free * GIGA) as u64, self.backward)?)
             }
-            Some(_) => Err(Error::invalid("free-memory", "must not be negative")),
+            Some(free) => Err(Error::invalid("free-memory", format!("is {free}; pass a number from 0 on"))),
         }
     }
 

@@ -69,13 +69,22 @@ pub(super) struct Running {
     pub(super) _lease: Lease,
 }
 
+/// Why no more copies are taken. Failed ones stay known, because each wait for one returns its error.
+fn full(copies: &HashMap<u64, Known>) -> String {
+    let failed = copies.values().filter(|known| matches!(known, Known::Failed(_))).count();
+    let cure = match failed == copies.len() {
+        true => "close the GPU and open it again",
+        false => "wait for a copy that has not failed",
+    };
+    format!("{MOST} copies have not ended, or have failed ({failed} of them); {cure}")
+}
+
 impl Tickets {
     /// Adds a copy to the queue of its direction, and returns its ticket. Errors: too many copies are known.
     pub(super) fn add(&self, request: Request) -> Result<u64> {
         let mut state = self.state.lock();
         if state.copies.len() >= MOST {
-            let reason = format!("{MOST} copies have not ended, or have failed; wait for one of them first");
-            return Err(Error::LimitReached(reason));
+            return Err(Error::LimitReached(full(&state.copies)));
         }
         state.count += 1;
         let ticket = state.count;

@@ -96,7 +96,7 @@ fn chosen(commits: &[Vec<Commit>]) -> Option<Commit> {
     let mut of_step = known.into_iter().filter(|(own, _)| *own == step);
     // Two commits may have one step. A rank that lacks the later one has the earlier one as its last.
     let is_whole = commits.iter().all(|own| own.first() == commits[0].first());
-    if is_whole { of_step.next() } else { of_step.last() }
+    if is_whole { of_step.next() } else { of_step.next_back() }
 }
 
 /// Why the ranks have no commit in common.

@@ -214,6 +214,13 @@ fn one_export(options: &ExportOptions, tier: Tier, to: &Path) -> Result<(u64, u6
 }
 
 pub fn import(options: &ImportOptions) -> Result<()> {
+    if options.from.join("index.json").exists() || options.from.join("rank-0").exists() {
+        let reason = format!(
+            "{} holds several ranks; name what it has of one, such as rank-0",
+            options.from.display()
+        );
+        return Err(Error::invalid("FROM", reason));
+    }
     let source = Source::open(&options.from, TierOptions::IO_TIMEOUT)?;
     let selection = Selection { names: options.names.clone(), range: None };
     let (tier, owner) = match options.create {

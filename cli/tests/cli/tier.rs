@@ -474,6 +474,14 @@ fn all_ranks_are_copied_at_the_step_that_they_have_in_common_and_nothing_of_them
     assert!(made.fails("export", &[&exported], &["--all-ranks"]).contains("exported"));
     assert!(everything(&made.paths[0]) == before, "a copy has changed the tiers");
 
+    for whole in [&exported, &snapshot] {
+        let refused =
+            Made::empty("tier-all-ranks-whole").fails("import", &[whole], &["--create", "--host", "node"]);
+        assert!(
+            refused.contains("holds several ranks; name what it has of one, such as rank-0"),
+            "{refused}"
+        );
+    }
     let index: Value =
         serde_json::from_slice(&fs::read(exported.join("index.json")).expect("it is there")).expect("JSON");
     assert_eq!((&index["step"], &index["world"]), (&6.into(), &4.into()));

@@ -140,9 +140,26 @@ fn a_copy_past_the_limit_is_refused() {
     }
     let refused = fixture.transfers.start(&empty).unwrap_err();
     assert!(matches!(refused, Error::LimitReached(_)), "{refused}");
+    assert!(refused.to_string().contains("(0 of them); wait for a copy"), "{refused}");
     fakecuda::resume(68);
     fixture.transfers.finish().unwrap();
     fixture.transfers.start(&empty).unwrap();
+}
+
+/// Each wait for a failed copy returns its error, so that no wait makes room.
+#[test]
+fn if_all_copies_have_failed_the_refusal_says_to_close_the_gpu() {
+    let mut fixture = Fixture::new(70);
+    let (_memory, floats) = fixture.memory(Dtype::Bf16, 1);
+    let host = fixture.pinned(&[0; 2]);
+    fakecuda::with(70, |gpu| gpu.faults = vec![("cuMemcpyDtoHAsync_v2", 0, 1); 1 << 16]);
+    let one = copy(Direction::D2h, floats, host);
+    for _ in 0..1 << 16 {
+        fixture.transfers.start(&one).unwrap();
+    }
+    fixture.transfers.finish().unwrap();
+    let refused = fixture.transfers.start(&one).unwrap_err();
+    assert!(refused.to_string().contains("(65536 of them); close the GPU and open it again"), "{refused}");
 }
 
 /// The framework may record its event again once the call has returned.

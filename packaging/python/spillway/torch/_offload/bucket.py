@@ -1,5 +1,5 @@
 """Parameters of offload() that are stepped together. Each question about them is one comparison of lists, and each copy one call for all
-of a part.
+of a portion.
 
 Invariants:
 - `_seen` is set once the copies of `take` have begun: it tells the gradients and weights that are copied.
@@ -24,7 +24,7 @@ from ...optim import tensor_table
 from .._copies import HostLink, wait
 from .._states import MASTER, with_values
 from .._tensors import DTensor, local, locals_of
-from .parts import Part, Tree, divide, leaves, sum_of
+from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
 
@@ -38,7 +38,7 @@ class Bucket:
     """Parameters that are stepped together; `place` is its place in the lane. Tensors of more than `most` bytes are divided.
 
     Attributes:
-        parts: What the lane's engine steps in one call each.
+        portions: What the lane's engine steps in one call each.
         stays: The bucket is in the tail."""
 
     def __init__(self, lane: Any, place: int, slots: list[Slot], most: int):
@@ -46,7 +46,7 @@ class Bucket:
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
         self._tree: Tree = divide(slots, most)
-        self.parts = [*leaves(self._tree)]
+        self.portions = [*leaves(self._tree)]
         #: The parameters whose gradients backward has completed since the last step.
         self._arrived: set[Slot] = set()
         #: The facts of gradients and parameters when the gradients were copied; None for gradients whose change nobody asks for.
@@ -54,8 +54,8 @@ class Bucket:
         #: The gradients then: their memory cannot become that of others before the step. Their sums; None: nobody asks.
         self._held: list[Any] = []
         self._grad_sums: list[Any] | None = None
-        #: What the copies of each part are awaited by.
-        self._fences: dict[Part, list[Any]] = {}
+        #: What the copies of each portion are awaited by.
+        self._fences: dict[Portion, list[Any]] = {}
         #: Facts and uses of the parameters when their weights were copied, and the sums of the parameters then.
         self._copied: Facts | None = None
         self._weight_sums: list[Any] = [None] * len(slots)
@@ -64,12 +64,12 @@ class Bucket:
         self._versions: list[int] = []
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: For these uses of the slots the arrays of the C table of each part, and the tensors of the states.
-        self._lists: tuple[list[int], dict[Part, list[tuple[Any, ...]]], list[torch.Tensor]] | None = None
+        #: For these uses of the slots the arrays of the C table of each portion, and the tensors of the states.
+        self._lists: tuple[list[int], dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]] | None = None
         #: The weights of a step that has no verdict, on their device.
-        self.second = Second(slots, len(self.parts))
-        #: Of each part the addresses of the arrays, the C table, and what keeps its memory.
-        self._tables: dict[Part, tuple[list[int], Any, list[Any]]] = {}
+        self.second = Second(slots, len(self.portions))
+        #: Of each portion the addresses of the arrays, the C table, and what keeps its memory.
+        self._tables: dict[Portion, tuple[list[int], Any, list[Any]]] = {}
 
     # During backward.
 
@@ -112,11 +112,11 @@ class Bucket:
             else:
                 self._copy_weights(owns, now, compared_later=marked)
                 hosts = [slot.grad for slot in self.slots]
-                for part in self.parts:
-                    by_link = self._by_link(part.places)
+                for portion in self.portions:
+                    by_link = self._by_link(portion.places)
                     for link, places in by_link:
-                        link.out_all(*part.pairs(places, hosts, grads))
-                    self._fences[part] = [link.fence() for link, _ in by_link]
+                        link.out_all(*portion.pairs(places, hosts, grads))
+                    self._fences[portion] = [link.fence() for link, _ in by_link]
             self._grad_sums = sums(grads) if marked else None
         self._held = [param.grad for param in self._params]
         self._versions = self._state_versions()
@@ -201,35 +201,35 @@ class Bucket:
 
     # The step.
 
-    def fences(self, part: Part) -> list[Any]:
-        """What is awaited until the gradients of a part are on the host."""
-        return [fence for fence in self._fences[part] if fence is not None]
+    def fences(self, portion: Portion) -> list[Any]:
+        """What is awaited until the gradients of a portion are on the host."""
+        return [fence for fence in self._fences[portion] if fence is not None]
 
-    def submit(self, part: Part) -> None:
-        """Has the lane's engine step a part."""
-        table, held = self._rows(part)
-        self.lane.speculation.submit_table("spw_spec_submit", part.number, held, ctypes.addressof(table), len(table), None)
+    def submit(self, portion: Portion) -> None:
+        """Has the lane's engine step a portion."""
+        table, held = self._rows(portion)
+        self.lane.speculation.submit_table("spw_spec_submit", portion.number, held, ctypes.addressof(table), len(table), None)
 
-    def _rows(self, part: Part) -> tuple[Any, list[Any]]:
-        """The C table of a part, and what keeps its memory."""
-        rows = self._memory_of_slots()[0][part]
+    def _rows(self, portion: Portion) -> tuple[Any, list[Any]]:
+        """The C table of a portion, and what keeps its memory."""
+        rows = self._memory_of_slots()[0][portion]
         addresses = [*map(_data_ptr, chain.from_iterable(rows))]
-        found = self._tables.get(part)
+        found = self._tables.get(portion)
         if found is None or found[0] != addresses:
             table, held = tensor_table(self.lane.adam, rows)
             for row in table:
                 row.options = ctypes.addressof(self.lane.options)
-            found = self._tables[part] = addresses, table, held
+            found = self._tables[portion] = addresses, table, held
         return found[1:]
 
-    def squares(self, of_parts: Mapping[Part, float]) -> float:
-        """The sum of the squares of the gradients, from those of the parts."""
-        return sum_of(self._tree, of_parts)
+    def squares(self, of_portions: Mapping[Portion, float]) -> float:
+        """The sum of the squares of the gradients, from those of the portions."""
+        return sum_of(self._tree, of_portions)
 
-    def is_stepped(self, part: Part) -> bool:
-        """True if a part is stepped, on the host, and has no verdict. The error of a step is told by `publish`."""
+    def is_stepped(self, portion: Portion) -> bool:
+        """True if a portion is stepped, on the host, and has no verdict. The error of a step is told by `publish`."""
         with OwnSuppressed():
-            return bool(self.lane.speculation.bucket_state(part.number) == "speculative")
+            return bool(self.lane.speculation.bucket_state(portion.number) == "speculative")
         return False
 
     def release(self) -> None:
@@ -279,13 +279,13 @@ class Bucket:
         if not stands:
             self.second.forget()
         weights, is_there = [slot.weights for slot in self.slots], self.second.fences() is not None
-        # The engine completes the parts in this order.
-        for part in reversed(self.parts):
+        # The engine completes the portions in this order.
+        for portion in reversed(self.portions):
             with waiting():
-                self.lane.speculation.wait(part.number)
+                self.lane.speculation.wait(portion.number)
             if not is_there:
-                for link, own in self._by_link(place for place in part.places if place not in written):
-                    hosts, params = part.pairs(own, weights, to)
+                for link, own in self._by_link(place for place in portion.places if place not in written):
+                    hosts, params = portion.pairs(own, weights, to)
                     link.back_all(params, hosts)
         if is_there:
             self.second.give(to, places)
@@ -322,11 +322,11 @@ class Bucket:
     def _grads(self) -> list[Any]:
         return [*locals_of([*map(_grad, self._params)])]
 
-    def _memory_of_slots(self) -> tuple[dict[Part, list[tuple[Any, ...]]], list[torch.Tensor]]:
-        """The arrays of each row of each part, of a bucket on the host, and the tensors of all states."""
+    def _memory_of_slots(self) -> tuple[dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]]:
+        """The arrays of each row of each portion, of a bucket on the host, and the tensors of all states."""
         uses = self._uses()
         if self._lists is None or self._lists[0] != uses:
-            rows = {} if self.stays else {part: part.rows(self.slots) for part in self.parts}
+            rows = {} if self.stays else {portion: portion.rows(self.slots) for portion in self.portions}
             self._lists = uses, rows, [*chain.from_iterable(slot.parts.values() for slot in self.slots)]
         return self._lists[1:]
 

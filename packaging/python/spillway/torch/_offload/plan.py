@@ -28,13 +28,13 @@ from ...speculate import Speculation
 from .._table import check_adam
 from .._tensors import local
 from .bucket import Bucket
-from .parts import Part
+from .portions import Portion
 from .slot import Slot, grow_versions
 from .tail import Tail, tail_of
 
 #: The smallest bucket has this part of the bytes of the others.
 _SMALL = 16
-#: Seconds after which a step that waits for the norm looks which parts are stepped.
+#: Seconds after which a step that waits for the norm looks which portions are stepped.
 _LOOK = 0.001
 _stays, _size = attrgetter("stays"), attrgetter("size")
 
@@ -106,20 +106,20 @@ class Engine:
     Attributes:
         lanes: The lanes.
         buckets: Their buckets on the host.
-        parts: The parts of these, in the order of their numbers."""
+        portions: The portions of these, in the order of their numbers."""
 
     def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket]):
         self.lanes, self.buckets = lanes, buckets
-        self.parts = [part for bucket in buckets for part in bucket.parts]
+        self.portions = [portion for bucket in buckets for portion in bucket.portions]
         # A step may write the weights of a slot at once, which parameters get once they are final: a commit then has nothing to do.
         # Without buckets it has an empty one, so that a round has a begin and an end.
-        self.speculation = Speculation(max(len(self.parts), 1), publish="staged")
+        self.speculation = Speculation(max(len(self.portions), 1), publish="staged")
         # Messages name what the program has made.
         self.speculation._user = "optimizer of offload()"
         for lane in lanes:
             lane.speculation = self.speculation
-        for number, part in enumerate(self.parts):
-            part.number = number
+        for number, portion in enumerate(self.portions):
+            portion.number = number
 
     def begin(self, max_norm: float) -> None:
         """Opens a round. Each bucket has the options of its lane."""
@@ -138,8 +138,8 @@ class Engine:
     def measured(self) -> tuple[bool, dict[Bucket, float]]:
         """Whether a gradient has Inf or NaN, and the sum of the squares of each bucket."""
         result = self.speculation.local_result()
-        of_parts = dict(zip(self.parts, self.speculation.bucket_squares()))
-        return result.nonfinite, {bucket: bucket.squares(of_parts) for bucket in self.buckets}
+        of_portions = dict(zip(self.portions, self.speculation.bucket_squares()))
+        return result.nonfinite, {bucket: bucket.squares(of_portions) for bucket in self.buckets}
 
 
 class Decision(NamedTuple):
@@ -190,8 +190,8 @@ class Plan:
         self._starting = AfterEvents()
         # Those on the host that were submitted in the round, in that order.
         self._submitted: list[Bucket] = []
-        # Parts whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
-        self._stepping: list[tuple[Bucket, Part]] = []
+        # Portions whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
+        self._stepping: list[tuple[Bucket, Portion]] = []
         self._has_room: bool | None = None
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
@@ -244,13 +244,13 @@ class Plan:
         if bucket.stays:
             return
         self._submitted.append(bucket)
-        for part in bucket.parts:
+        for portion in bucket.portions:
             # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
-            fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(part)]
-            self._starting.call(fences, self._send, bucket, part)
+            fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
+            self._starting.call(fences, self._send, bucket, portion)
             self._publishing.clear()
         if early and self._makes_second(bucket):
-            self._stepping += ((bucket, part) for part in bucket.parts)
+            self._stepping += ((bucket, portion) for portion in bucket.portions)
             self._bring()
 
     def _makes_second(self, bucket: Bucket) -> bool:
@@ -264,17 +264,17 @@ class Plan:
         return self._has_room
 
     def _bring(self) -> None:
-        """Starts the return of the weights of parts that are stepped, and have no verdict. Waits for none."""
+        """Starts the return of the weights of portions that are stepped, and have no verdict. Waits for none."""
         while self._stepping:
-            bucket, part = self._stepping[0]
-            if not bucket.is_stepped(part):
+            bucket, portion = self._stepping[0]
+            if not bucket.is_stepped(portion):
                 return
             del self._stepping[0]
-            bucket.second.bring(part)
+            bucket.second.bring(portion)
 
-    def _send(self, bucket: Bucket, part: Part) -> None:
+    def _send(self, bucket: Bucket, portion: Portion) -> None:
         self.started = self.started or time.perf_counter()
-        bucket.submit(part)
+        bucket.submit(portion)
 
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the

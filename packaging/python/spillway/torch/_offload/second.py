@@ -3,7 +3,7 @@
 The weights that a step during backward has written go there at once, on a stream of their own. If the verdict keeps the step, a copy on the
 device gives them to the parameters. Otherwise nothing has happened to the parameters.
 
-Invariant: `fences` has those of all parts that were brought in a round, and `_left` is the number of the others."""
+Invariant: `fences` has those of all portions that were brought in a round, and `_left` is the number of the others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from .._copies import HostLink
-from .parts import Part
+from .portions import Portion
 from .slot import Slot
 
 _ByLink = Sequence[tuple[HostLink, Sequence[int]]]
 
 
 class Second:
-    """The second copies of a bucket of these parameters, which has this number of parts."""
+    """The second copies of a bucket of these parameters, which has this number of portions."""
 
-    def __init__(self, slots: Sequence[Slot], parts: int):
-        self._slots, self._parts, self._left = slots, parts, parts
+    def __init__(self, slots: Sequence[Slot], portions: int):
+        self._slots, self._portions, self._left = slots, portions, portions
         self._memory: list[torch.Tensor] = []
         self._links: list[tuple[HostLink, set[int]]] = []
         # The copies of a link are awaited by its last fence.
@@ -44,17 +44,17 @@ class Second:
         self._links = [(link, {*places}) for link, places in links]
         return True
 
-    def bring(self, part: Part) -> None:
-        """Starts the copies of what the step of a part has written."""
+    def bring(self, portion: Portion) -> None:
+        """Starts the copies of what the step of a portion has written."""
         weights = [slot.weights for slot in self._slots]
         for link, members in self._links:
-            if own := [place for place in part.places if place in members]:
-                hosts, copies = part.pairs(own, weights, self._memory)
+            if own := [place for place in portion.places if place in members]:
+                hosts, copies = portion.pairs(own, weights, self._memory)
                 self._fences[link] = link.bring_second(copies, hosts)
         self._left -= 1
 
     def fences(self) -> list[Any] | None:
-        """What the copies from the host are awaited by; None: those of some part have not begun."""
+        """What the copies from the host are awaited by; None: those of some portion have not begun."""
         return None if self._left else [*self._fences.values()]
 
     def give(self, to: Sequence[torch.Tensor], places: Iterable[int]) -> None:
@@ -70,7 +70,7 @@ class Second:
 
     def forget(self) -> None:
         """The copies of this round are not used any more."""
-        self._fences, self._left = {}, self._parts
+        self._fences, self._left = {}, self._portions
 
 
 def _fit(memory: Sequence[torch.Tensor], owns: Sequence[torch.Tensor]) -> bool:

@@ -1,10 +1,10 @@
-"""Parts of a bucket: what the engine steps in one call.
+"""Portions of a bucket: what the engine steps in one call.
 
 A tensor of more bytes than its bucket should have is divided. Its gradient arrives at once, so its pieces leave the device, are stepped and
 return one after another: while one is stepped, the gradient of the next one leaves and the weights of the last one return.
 
-Invariant: `sum_of` the sums of the parts has the bits of the library's sum of the squares of the whole bucket. The library halves a list
-of tensors, and divides the tiles of a tensor at the largest power of two below their number. Parts are nodes of this tree."""
+Invariant: `sum_of` the sums of the portions has the bits of the library's sum of the squares of the whole bucket. The library halves a list
+of tensors, and divides the tiles of a tensor at the largest power of two below their number. Portions are nodes of this tree."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .slot import Slot
 
 #: Elements of a tile of the library's sums of squares.
 _TILE = 4096
-#: A part, or the two branches of a node whose sum is that of its branches.
-Tree = Union["Part", "tuple[Tree, Tree]"]
+#: A portion, or the two branches of a node whose sum is that of its branches.
+Tree = Union["Portion", "tuple[Tree, Tree]"]
 
 
-class Part:
+class Portion:
     """Parameters of a bucket, or a piece of one of them.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
     def pairs(
         self, places: Iterable[int], hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the part has of contiguous host memory and of tensors of any strides, at some of its places: the two sides of copies."""
+        """What the portion has of contiguous host memory and of tensors of any strides, at some of its places: the two sides of copies."""
         if self._piece is None:
             own = [*places]
             return [hosts[place] for place in own], [tensors[place] for place in own]
@@ -61,22 +61,22 @@ class Part:
 
 
 def divide(slots: Sequence[Slot], most: int) -> Tree:
-    """The parts of a bucket of these slots, whose tensors have at most `most` bytes each, or one tile."""
+    """The portions of a bucket of these slots, whose tensors have at most `most` bytes each, or one tile."""
     return _halve([_length(slot, most) for slot in slots], slots, range(len(slots)))
 
 
-def leaves(tree: Tree) -> Iterator[Part]:
-    """The parts, in their order."""
-    if isinstance(tree, Part):
+def leaves(tree: Tree) -> Iterator[Portion]:
+    """The portions, in their order."""
+    if isinstance(tree, Portion):
         yield tree
     else:
         for branch in tree:
             yield from leaves(branch)
 
 
-def sum_of(tree: Tree, sums: Mapping[Part, float]) -> float:
-    """The sum of the squares of a bucket, from those of its parts."""
-    return sums[tree] if isinstance(tree, Part) else sum_of(tree[0], sums) + sum_of(tree[1], sums)
+def sum_of(tree: Tree, sums: Mapping[Portion, float]) -> float:
+    """The sum of the squares of a bucket, from those of its portions."""
+    return sums[tree] if isinstance(tree, Portion) else sum_of(tree[0], sums) + sum_of(tree[1], sums)
 
 
 def _length(slot: Slot, most: int) -> int:
@@ -89,16 +89,16 @@ def _length(slot: Slot, most: int) -> int:
 
 def _halve(lengths: Sequence[int], slots: Sequence[Slot], places: range) -> Tree:
     if all(lengths[place] == slots[place].size for place in places):
-        return Part(places)
+        return Portion(places)
     if len(places) == 1:
         length, size = lengths[places[0]], slots[places[0]].size
-        return _pieces([Part(places, (start, min(length, size - start))) for start in range(0, size, length)])
+        return _pieces([Portion(places, (start, min(length, size - start))) for start in range(0, size, length)])
     middle = len(places) // 2
     return _halve(lengths, slots, places[:middle]), _halve(lengths, slots, places[middle:])
 
 
-def _pieces(parts: Sequence[Part]) -> Tree:
-    if len(parts) == 1:
-        return parts[0]
-    middle = 1 << (len(parts) - 1).bit_length() >> 1
-    return _pieces(parts[:middle]), _pieces(parts[middle:])
+def _pieces(portions: Sequence[Portion]) -> Tree:
+    if len(portions) == 1:
+        return portions[0]
+    middle = 1 << (len(portions) - 1).bit_length() >> 1
+    return _pieces(portions[:middle]), _pieces(portions[middle:])

@@ -10,7 +10,7 @@ from offload_runs import Later, bits, offload, offloaded, same, training
 
 from spillway.speculate import Speculation
 from spillway.torch._copies import HostLink
-from spillway.torch._offload import parts as parts_module
+from spillway.torch._offload import portions as portions_module
 
 #: Smaller than all tensors of two tiles.
 SMALL = 2000
@@ -22,7 +22,7 @@ def use(monkeypatch, link):
 
 
 def undivided(monkeypatch):
-    monkeypatch.setattr(parts_module, "_TILE", 1 << 40)
+    monkeypatch.setattr(portions_module, "_TILE", 1 << 40)
 
 
 @pytest.mark.parametrize("verdict", ["step", "forward"])
@@ -82,7 +82,7 @@ def test_strides_of_parameters_and_gradients(kind, strides, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", range(1, 40))
-def test_the_sum_of_the_parts_is_that_of_the_bucket(tiles, monkeypatch):
+def test_the_sum_of_the_portions_is_that_of_the_bucket(tiles, monkeypatch):
     """The last bits of a sum depend on the order of its terms."""
     generator = torch.Generator().manual_seed(tiles)
     sizes = [5, 4096 * tiles - 7, 700, 3 * 4096, 4096][: 2 + tiles % 4]
@@ -99,7 +99,7 @@ def test_the_sum_of_the_parts_is_that_of_the_bucket(tiles, monkeypatch):
         optimizer.step()
         [bucket] = optimizer._plan.buckets
         norms.append(optimizer.grad_norm)
-        assert len(bucket.parts) >= (2 if most < 4 * max(sizes) and max(sizes) > 4096 else 1)
+        assert len(bucket.portions) >= (2 if most < 4 * max(sizes) and max(sizes) > 4096 else 1)
     assert len({*norms}) == 1
 
 
@@ -167,7 +167,7 @@ class Log(HostLink):
         super().back_all(tensors, hosts)
 
 
-def test_after_the_verdict_weights_return_in_the_order_in_which_parts_become_final(monkeypatch):
+def test_after_the_verdict_weights_return_in_the_order_in_which_portions_become_final(monkeypatch):
     """The engine begins with those that were submitted last."""
     link, wait = use(monkeypatch, Log()), Speculation.wait
     params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (3 * 4096 + 100, 3, 5)]
@@ -197,7 +197,7 @@ def test_a_parameter_that_has_grown_is_divided_anew():
             param.grad = None
             param.square().sum().backward()
             optimizer.step()
-        seen.append(len(optimizer._plan.buckets[0].parts))
+        seen.append(len(optimizer._plan.buckets[0].portions))
         other = torch.nn.Parameter(torch.ones(size))
         plain = torch.optim.AdamW([other], lr=1e-2)
         for _ in range(2):
@@ -212,6 +212,6 @@ def test_default_buckets_divide_what_is_larger_than_they_are():
     """With 64 MiB of gradients per bucket, the last ones have less."""
     slots = [type("Slot", (), {"size": size, "param": torch.empty(0, dtype=torch.bfloat16)}) for size in (10, 50 << 20, 2 << 20, 3)]
     for most, pieces in ((4 << 20, 25), (64 << 20, 2), (100 << 20, 1), (90 << 20, 2)):
-        found = [*parts_module.leaves(parts_module.divide(slots, most))]
+        found = [*portions_module.leaves(portions_module.divide(slots, most))]
         assert sum(len(part.places) == 1 and part.places[0] == 1 for part in found) == (pieces if pieces > 1 else 0)
         assert sorted({place for part in found for place in part.places}) == [0, 1, 2, 3]

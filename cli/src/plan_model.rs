@@ -100,8 +100,15 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
         })?;
     }
     match json {
-        true => stdout::say_json(&Report { plan: &plan, sources: &found.sources }),
-        false => stdout::say(&plan_report::text(&plan, &found.sources)),
+        true => stdout::say_json(&Report { plan: &plan, sources: &found.sources })?,
+        false => stdout::say(&plan_report::text(&plan, &found.sources))?,
+    }
+    match plan.best {
+        Some(_) => Ok(()),
+        None => {
+            let reason = "no strategy fits; the plan says what each one lacks".to_string();
+            Err(Error::System { what: "planning", reason })
+        }
     }
 }
 

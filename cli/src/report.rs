@@ -3,8 +3,6 @@
 
 use std::fmt;
 
-use bytesize::ByteSize;
-
 /// A table of numbers: every column but the first is aligned to the right.
 pub struct Table<const N: usize>(Vec<[String; N]>);
 
@@ -36,10 +34,7 @@ impl<const N: usize> fmt::Display for Table<N> {
     }
 }
 
-/// A byte count with its binary unit, such as `64.0 KiB`.
-pub fn size(bytes: u64) -> String {
-    ByteSize::b(bytes).display().iec().to_string()
-}
+pub use spillway_planner::model::bytes::size;
 
 #[cfg(test)]
 mod tests {

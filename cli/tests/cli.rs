@@ -36,6 +36,26 @@ fn the_tool_states_its_name_and_the_version_of_the_library() {
     assert_eq!(said, format!("spillway {}\n", spillway::VERSION));
 }
 
+#[test]
+fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
+    let plan = |host: &str, more: &[&str]| {
+        let fixed = ["plan", "mlp-offload-40b", "--machine", "mlp-offload-1", "--host-memory", host];
+        run(spillway().args(fixed).args(more), TIMEOUT)
+    };
+    for more in [&[][..], &["--json"]] {
+        let done = plan("20GB", more);
+        assert_eq!(done.code, Some(1), "{}", done.stderr);
+        assert!(
+            done.stderr.contains("no strategy fits; the plan says what each one lacks"),
+            "{}",
+            done.stderr
+        );
+        let lacks = "the host has 18.6 GiB, but 525.5 GiB are needed";
+        assert!(done.stdout.contains(lacks), "{}", done.stdout);
+        assert_eq!(plan("250GB", more).code, Some(0));
+    }
+}
+
 /// Verdict and remedy of each check.
 fn doctor(
     environment: &[(&str, &str)],

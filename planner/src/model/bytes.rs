@@ -1,9 +1,15 @@
 //! Bytes of memory and traffic, by part.
 #![forbid(unsafe_code)]
 
+use bytesize::ByteSize;
 use serde::Serialize;
 
 use crate::error::Result;
+
+/// A byte count with its binary unit, such as `64.0 KiB`.
+pub fn size(bytes: u64) -> String {
+    ByteSize::b(bytes).display().iec().to_string()
+}
 
 /// The memory of a tiered update of one rank, as the update itself computes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::super::interleave::share::{self, Balance};
 use super::super::{split, weights};
+use super::bytes::size;
 use super::config::Model;
 use super::machine::{Machine, PathSpec, Workload};
 use super::step::{self, PathSeconds, Step};
@@ -193,7 +194,11 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
     let beside = placed.gpu.total() - placed.gpu.weights;
     if flow > 0.0 && beside > machine.gpu_memory {
         let there = machine.gpu_memory;
-        reasons.push(format!("each GPU has {there} bytes, but {beside} are needed beside its weights"));
+        reasons.push(format!(
+            "each GPU has {}, but {} are needed beside its weights",
+            size(there),
+            size(beside)
+        ));
     }
     let host = placed.host_of_all(run.ranks);
     for (what, needed, there) in [
@@ -201,7 +206,7 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
         ("the host", host.total(), machine.host_memory),
     ] {
         if needed > there && !reasons.iter().any(|reason: &String| reason.starts_with(what)) {
-            reasons.push(format!("{what} has {there} bytes, but {needed} are needed"));
+            reasons.push(format!("{what} has {}, but {} are needed", size(there), size(needed)));
         }
     }
     let specs = case.paths(strategy);

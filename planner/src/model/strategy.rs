@@ -10,6 +10,7 @@ use super::super::interleave::memory;
 use super::super::interleave::placements::Placement as Where;
 use super::super::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
+use super::bytes::size;
 pub use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
 pub use super::case::{Case, Placement, Strategy};
 use super::config::Model;
@@ -270,8 +271,11 @@ impl<'a> Case<'a> {
         let left = (host / self.run.ranks).checked_sub(held);
         if caches && left.is_none() {
             let held = held * self.run.ranks;
-            let reason =
-                format!("the host has {host} bytes, but gradients and 16-bit weights alone need {held}");
+            let reason = format!(
+                "the host has {}, but gradients and 16-bit weights alone need {} ({held} bytes)",
+                size(host),
+                size(held)
+            );
             return Err(Error::invalid("memory_budget", reason));
         }
         let paths = self.paths(strategy).len();

@@ -2,6 +2,7 @@
 //! that are written out here.
 #![forbid(unsafe_code)]
 
+use super::bytes::size;
 use super::config::Model;
 use super::machine::{Machine, PathSpec, Workload};
 use super::presets;
@@ -319,9 +320,11 @@ fn a_host_without_memory_for_gradients_and_weights_says_how_much_they_need() {
         let tiny = Machine { host_memory, ..machine.clone() };
         let found = plan(&model, &tiny, &run, &need).unwrap();
         let reasons = &of(&found, Strategy::TierCache).reasons;
-        let words = format!("the host has {host_memory} bytes, but gradients and 16-bit weights alone need ");
+        let words =
+            format!("the host has {}, but gradients and 16-bit weights alone need ", size(host_memory));
         assert!(reasons.len() == 1 && reasons[0].starts_with(&words), "{reasons:?}");
-        let needed: u64 = reasons[0][words.len()..].parse().unwrap();
+        let needed = reasons[0].split_once('(').unwrap().1.strip_suffix(" bytes)").unwrap();
+        let needed: u64 = needed.parse().unwrap();
         // With that much there is nothing left for the buffers.
         let tiny = Machine { host_memory: needed, ..machine.clone() };
         let found = plan(&model, &tiny, &run, &need).unwrap();

@@ -359,7 +359,8 @@ def test_two_gradients_of_one_memory_are_clipped_once_in_the_share_of_torch():
 
 @pytest.mark.parametrize("options", [{}, {"master": "f32"}, {"master": "split"}, {"undo": True}])
 def test_memory_that_was_freed_is_an_error_that_names_it(options):
-    for what in ("parameter", "gradient", "exp_avg_sq", *(["master_low"] if options.get("master") == "split" else [])):
+    masters = {"split": ["master_low"], "f32": ["master_param"]}.get(options.get("master"), [])
+    for what in ("parameter", "gradient", "exp_avg_sq", *masters):
         param = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
         optimizer = own.AdamW([param], **options)
         param.grad = torch.ones_like(param)
@@ -370,9 +371,22 @@ def test_memory_that_was_freed_is_an_error_that_names_it(options):
         tensor.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match=r"params'\]\[0\](: its storage is shorter than the tensor|\.grad: is NULL)"):
             optimizer.step()
-        if what == "parameter":
+        if what in ("parameter", *masters):
             with pytest.raises(ValueError, match="storage is shorter"):
                 optimizer.master(param)
+
+
+def test_low_bits_that_are_freed_while_averaged_weights_are_copied_in_are_named_by_the_step():
+    param = torch.nn.Parameter(torch.full((50,), 1.0, dtype=torch.bfloat16))
+    optimizer = own.AdamW([param], lr=1e-4, master="split")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data.mul_(2.0)
+    optimizer.state_dict()
+    optimizer.state[param]["master_low"].untyped_storage().resize_(0)
+    optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"params'\]\[0\](: its storage is shorter than the tensor|\.grad: is NULL)"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -397,3 +411,22 @@ def test_a_state_that_lacks_a_part_names_its_parameter_in_the_share_of_the_libra
     with pytest.raises(spillway.InvalidArgumentError, match=rf"^param_groups\[0\]\['params'\]\[1\]: its state lacks '{key}'; load"):
         optimizer.step()
     assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "master_param"])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_state_of_offload_that_was_freed_is_an_error_that_names_it(what, written):
+    param = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
+    optimizer = own.offload([param], lr=1e-3)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.state[param][what].untyped_storage().resize_(0)
+    if written:
+        param.data.mul_(2.0)
+    param.grad = torch.ones_like(param)
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=rf"the state '{what}' of parameter 0 is no longer"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.close()

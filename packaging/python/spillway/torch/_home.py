@@ -28,7 +28,7 @@ from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._low_bits import Aside, Note, first_note, settle, settle_aside
 from ._norm import part_of
-from ._states import LOW, MASTER, Precision, check_steps, join, master_of, with_values
+from ._states import LOW, MASTER, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (
     Row,
@@ -389,6 +389,8 @@ class Memory(Home):
                 raise UnsupportedError(
                     f'{name} is {param.dtype}, and master="split" is for torch.bfloat16; pass master="f32", or cast the parameter'
                 )
+            # Making the master reads the one that there is, of either kind.
+            check_masters(states[param], name)
             lay_out(param, states[param], [key])
             master = master_of(self.precision, param, states[param])
             check_state(local(param), master, key, name, (dtype,))

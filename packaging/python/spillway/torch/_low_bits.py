@@ -70,8 +70,8 @@ class Aside(NamedTuple):
     before: Note
 
     def is_of(self, state: dict[str, Any] | None) -> bool:
-        """True if these states have the low bits that were settled, and the program has not written to them since."""
-        return self.note.is_of(state) and version_of_low(self.note.state) == self.note.version
+        """True if these states have the low bits that were settled, and the program has neither written to them nor freed them since."""
+        return self.note.is_of(state) and version_of_low(self.note.state) == self.note.version and has_memory(local(self.note.low))
 
     def put_back(self) -> None:
         """Takes the settling back. A step or another settling then judges by the present values."""
@@ -107,6 +107,9 @@ def settle_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tenso
     """Settles as `settle` does; returns the former low bits of each parameter whose low bits that has changed."""
     found = dict[torch.Tensor, Aside]()
     for param, note in notes:
+        if not has_memory(local(note.low)):
+            # The next step names them.
+            continue
         before = note.copy()
         settle([(param, note)])
         if not torch.equal(local(before.low), local(note.low)):

@@ -26,7 +26,7 @@ from . import _norm
 from ._home import Home, Memory
 from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
 from ._loading import before_loading
-from ._states import Precision
+from ._states import Precision, check_masters
 from ._table import named
 from ._tensors import check_has_memory, lasting, local, without_gradients
 from ._tier import TierHome
@@ -374,6 +374,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups"
             )
         check_has_memory(local(param), f"{type(self).__name__}.master: the parameter")
+        check_masters(self.state.get(param) or {}, f"the parameter of {type(self).__name__}.master")
         home = self._home
         return home.alone(lambda: home.master(param, self.state))
 

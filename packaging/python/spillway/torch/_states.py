@@ -17,7 +17,7 @@ import torch
 from .. import _abi
 from .._groups import Rule
 from ..errors import InvalidArgumentError
-from ._tensors import CODES, local
+from ._tensors import CODES, check_has_memory, local
 
 #: The moments of Adam.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -173,6 +173,13 @@ def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) 
     if master.shape == own.shape and master.dtype is torch.float32:
         take_values(master, own)
     return master
+
+
+def check_masters(state: dict[str, Any], name: str) -> None:
+    """Raises an error if the memory of a master, or of low bits, was freed."""
+    for key in (LOW, MASTER):
+        if isinstance(state.get(key), torch.Tensor):
+            check_has_memory(local(state[key]), f"the state {key!r} of {name}")
 
 
 def version_of_low(state: dict[str, Any]) -> int:

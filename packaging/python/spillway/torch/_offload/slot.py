@@ -12,7 +12,7 @@ from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
 from .._states import MASTER, check_not_split, is_count
-from .._tensors import apart, holds_values, is_partial, like, local, locals_of
+from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -143,7 +143,9 @@ class Slot:
         else:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
-            fits = fits and part.dtype is torch.float32 and part.is_contiguous() and part.shape == local(self.param).shape
+            fits = (
+                fits and part.dtype is torch.float32 and part.is_contiguous() and has_memory(part) and part.shape == local(self.param).shape
+            )
             # That of a parameter whose tail was made longer or shorter is still where it was.
             fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
             wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"

@@ -64,7 +64,7 @@ class Bucket:
         self._versions: list[int] = []
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: For these uses of the slots the arrays of the C table of each portion, and the tensors of the states.
+        #: For these uses of the slots the arrays of the C table of each portion of whole parameters, and the tensors of the states.
         self._lists: tuple[list[int], dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]] | None = None
         #: The weights of a step that has no verdict, on their device.
         self.second = Second(slots, len(self.portions))
@@ -212,7 +212,8 @@ class Bucket:
 
     def _rows(self, portion: Portion) -> tuple[Any, list[Any]]:
         """The C table of a portion, and what keeps its memory."""
-        rows = self._memory_of_slots()[0][portion]
+        # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
+        rows = portion.rows(self.slots) if portion.is_piece else self._memory_of_slots()[0][portion]
         addresses = [*map(_data_ptr, chain.from_iterable(rows))]
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
@@ -323,10 +324,11 @@ class Bucket:
         return [*locals_of([*map(_grad, self._params)])]
 
     def _memory_of_slots(self) -> tuple[dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]]:
-        """The arrays of each row of each portion, of a bucket on the host, and the tensors of all states."""
+        """The arrays of each row of each portion of whole parameters, of a bucket on the host, and the tensors of all states."""
         uses = self._uses()
         if self._lists is None or self._lists[0] != uses:
-            rows = {} if self.stays else {portion: portion.rows(self.slots) for portion in self.portions}
+            whole = [] if self.stays else [portion for portion in self.portions if not portion.is_piece]
+            rows = {portion: portion.rows(self.slots) for portion in whole}
             self._lists = uses, rows, [*chain.from_iterable(slot.parts.values() for slot in self.slots)]
         return self._lists[1:]
 

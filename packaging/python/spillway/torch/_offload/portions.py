@@ -36,6 +36,11 @@ class Portion:
         # First element and number of elements; None: whole parameters.
         self._piece = piece
 
+    @property
+    def is_piece(self) -> bool:
+        """True if the portion has a piece of one parameter."""
+        return self._piece is not None
+
     def rows(self, slots: Sequence[Slot]) -> list[tuple[Any, ...]]:
         """The arrays of each row, for the slots of the bucket."""
         rows = [slots[place].row() for place in self.places]

@@ -99,10 +99,11 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
             reason: format!("{}: {error}", path.display()),
         })?;
     }
-    match json {
-        true => stdout::say_json(&Report { plan: &plan, sources: &found.sources })?,
-        false => stdout::say(&plan_report::text(&plan, &found.sources))?,
+    if json {
+        // A program reads in the object that nothing fits.
+        return stdout::say_json(&Report { plan: &plan, sources: &found.sources });
     }
+    stdout::say(&plan_report::text(&plan, &found.sources))?;
     match plan.best {
         Some(_) => Ok(()),
         None => {

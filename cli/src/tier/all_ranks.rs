@@ -87,7 +87,7 @@ fn named(partial: &Path, to: &Path) -> Result<()> {
 }
 
 /// The commit at which the ranks would resume: that of the newest step of those that all of them have. Each rank has its
-/// last commit, then the one before. The rule is also in the Python package, in `_ranks.py`; its test_ranks.py compares
+/// last commit, then the one before. The rule is also in the Python package, in `_ranks.py`; its test_common_commit.py compares
 /// both.
 fn chosen(commits: &[Vec<Commit>]) -> Option<Commit> {
     let common = |commit: &&Commit| commits.iter().all(|own| own.contains(*commit));

@@ -134,7 +134,7 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 def chosen(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:
     """The step at which all ranks can be opened, and the tag of its commit in each tier; None is a new run. `everyone` has the steps of
     each tier of each rank; `cure` ends the message if there is no such step. The tool has the rule for one tier a rank, in all_ranks.rs;
-    test_ranks.py compares both."""
+    test_common_commit.py compares both."""
     commits = {(steps.last, steps.last_tag) for ranks in everyone for steps in ranks}
     if len(commits) > 1:
         return _common(everyone, cure)

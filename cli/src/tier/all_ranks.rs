@@ -86,9 +86,9 @@ fn named(partial: &Path, to: &Path) -> Result<()> {
     sync(to.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))
 }
 
-/// The commit at which the ranks would resume: that of the newest step of those that all of them have. Each rank has its
-/// last commit, then the one before. The rule is also in the Python package, in `_ranks.py`; its test_common_commit.py compares
-/// both.
+/// The commit at which the ranks would resume: of the commits that all ranks have, the one of the newest step. `commits`
+/// has of each rank the last commit, then the one before. The Python package has this rule in `_ranks.py`, and its
+/// `test_common_commit.py` compares both.
 fn chosen(commits: &[Vec<Commit>]) -> Option<Commit> {
     let common = |commit: &&Commit| commits.iter().all(|own| own.contains(*commit));
     let known: Vec<Commit> = commits.first()?.iter().filter(common).copied().collect();

@@ -40,7 +40,7 @@ class _Flag:
             pass
 
     def wait_for(self, seconds: float) -> bool:
-        """Waits for so many seconds at most; True if it is set."""
+        """Waits until it is set, and no longer than `seconds`; True if it is set."""
         if not self.is_set and self._lock.acquire(timeout=seconds):
             self._lock.release()
         return self.is_set
@@ -129,7 +129,7 @@ class AfterEvents:
         self._begun.append(call)
 
     def is_over(self, within: float) -> bool:
-        """True if all calls are over within so many seconds."""
+        """True if all calls are over. Waits for that, and no longer than `within` seconds."""
         return not self._begun or self._begun[-1].over.wait_for(within)
 
     def wait(self) -> None:

@@ -129,7 +129,7 @@ fn model(
     (1e3 * found.seconds, 1e3 * found.exposed + waits)
 }
 
-/// With a tail of so many buckets.
+/// With a tail of this number of buckets.
 fn with_tail(batch: Batch, tail: usize) -> (f64, f64) {
     let buckets = backward(&divided(), batch.backward / 1e3, tail);
     let found = predict(&MEASURED, forward(batch), &buckets, &OFFLOAD).unwrap();

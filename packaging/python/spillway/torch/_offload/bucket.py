@@ -228,7 +228,7 @@ class Bucket:
         return sum_of(self._tree, of_portions)
 
     def is_stepped(self, portion: Portion) -> bool:
-        """True if a portion is stepped, on the host, and has no verdict. The error of a step is told by `publish`."""
+        """True if a portion is stepped and has no verdict. `publish` raises the error of a step that failed."""
         with OwnSuppressed():
             return bool(self.lane.speculation.bucket_state(portion.number) == "speculative")
         return False

@@ -129,7 +129,7 @@ class Engine:
             self.speculation.submit(0, [])
 
     def is_measured(self, within: float) -> bool:
-        """True if all gradients are measured within so many seconds."""
+        """True if all gradients are measured. Waits for that, and no longer than `within` seconds."""
         with OwnSuppressed(TimedOutError):
             self.speculation.local_result(within)
             return True

@@ -214,7 +214,8 @@ fn one_export(options: &ExportOptions, tier: Tier, to: &Path) -> Result<(u64, u6
 }
 
 pub fn import(options: &ImportOptions) -> Result<()> {
-    if options.from.join("index.json").exists() || options.from.join("rank-0").exists() {
+    let has = |name: &str| options.from.join(name).exists();
+    if !has("manifest.json") && (has("index.json") || has("rank-0")) {
         let reason = format!(
             "{} holds several ranks; name what it has of one, such as rank-0",
             options.from.display()

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from ... import _abi
 from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sums
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
+from .._norm import part_of
 from .._states import MASTER, with_values
 from .._tensors import DTensor, local, locals_of
 from .portions import Portion, Tree, divide, leaves, sum_of
@@ -45,7 +47,11 @@ class Bucket:
         self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
-        self._tree: Tree = divide(slots, most)
+        # Elements of a piece would have the random bits of the tensor's first ones.
+        self._is_random = any(slot.precision.stochastic for slot in slots)
+        self._tree: Tree = divide(slots, most) if not self._is_random else Portion(range(len(slots)))
+        #: The C options of each parameter, whose random bits are its own.
+        self._options = [_abi.AdamOptions() for _ in slots] if self._is_random else []
         self.portions = [*leaves(self._tree)]
         #: The parameters whose gradients backward has completed since the last step.
         self._arrived: set[Slot] = set()
@@ -201,6 +207,12 @@ class Bucket:
 
     # The step.
 
+    def begin(self) -> None:
+        """Takes the options of a round from its lane."""
+        for slot, own in zip(self.slots, self._options):
+            ctypes.memmove(ctypes.addressof(own), ctypes.addressof(self.lane.options), ctypes.sizeof(own))
+            own.rounding, own.rounding_seed = _abi.ROUNDINGS["stochastic"], slot.precision.seed_of(slot.number, part_of(slot.param))
+
     def fences(self, portion: Portion) -> list[Any]:
         """What is awaited until the gradients of a portion are on the host."""
         return [fence for fence in self._fences[portion] if fence is not None]
@@ -218,8 +230,8 @@ class Bucket:
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
             table, held = tensor_table(self.lane.adam, rows)
-            for row in table:
-                row.options = ctypes.addressof(self.lane.options)
+            for row, place in zip(table, portion.places):
+                row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
             found = self._tables[portion] = addresses, table, held
         return found[1:]
 

@@ -34,11 +34,12 @@ from ... import _abi
 from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
+from ...swap import UNROUNDED
 from .. import _norm
 from .._keywords import check_keywords
 from .._loading import before_loading
 from .._optimizer import scaler_of
-from .._states import ADAM, ADAMW
+from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
 from .plan import Decision, Plan
 from .prepared import Prepared, next_steps
@@ -66,6 +67,9 @@ def offload(
     max_norm: float | None = None,
     process_group: Any = None,
     skip_nonfinite: bool = False,
+    moment_dtype: torch.dtype | None = None,
+    moment_rounding: str = "nearest",
+    rounding_seed: int = 0,
     **options: Any,
 ) -> Offloaded:
     """Makes an optimizer whose master weights and moments are in host memory.
@@ -89,11 +93,15 @@ def offload(
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding: "nearest", or "stochastic": up or down at random. Bfloat16 moments then do not stall where an update is below
+            half a unit of their last place.
+        rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         options: The arguments of `kind`, such as lr.
 
     Returns:
-        A torch.optim.Optimizer. Its state_dict is that of `kind`, with float32 moments, and a float32 "master_param" for a 16-bit
-        parameter.
+        A torch.optim.Optimizer. Its state_dict is that of `kind`, with moments of `moment_dtype`, by default float32, and a float32
+        "master_param" for a 16-bit parameter.
 
     Raises:
         InvalidArgumentError: An argument has a wrong value.
@@ -111,6 +119,7 @@ def offload(
         raise InvalidArgumentError("offload: device is for weights='flow' and 'auto'; move the model, or pass weights")
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
+    own["precision"] = Precision.of("offload", True, moment_dtype, moment_rounding, rounding_seed, None)
     if weights == "resident":
         return Offloaded(params, kind, **own, **beyond, **options)
     if model is None:
@@ -155,6 +164,7 @@ class Offloaded(torch.optim.Optimizer):
         max_norm: float | None,
         process_group: Any,
         skip_nonfinite: bool,
+        precision: Precision,
         **options: Any,
     ):
         own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
@@ -177,11 +187,17 @@ class Offloaded(torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"
             )
+        if precision.stochastic and tail:
+            raise UnsupportedError(
+                f"offload: moment_rounding is 'stochastic', and tail is {tail!r}, whose steps share their options; pass tail=0, or "
+                "moment_rounding='nearest'"
+            )
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self._grad_norm: float | None = None
         self._skipped = False
+        self._precision = precision
         self._bucket_bytes, self._rule = bucket_bytes, ADAMW if own is torch.optim.AdamW else ADAM
         self._tail = tail if isinstance(tail, int) else 0
         self._search = TailSearch() if tail == "auto" else None
@@ -216,7 +232,7 @@ class Offloaded(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            _check_group(group, self._precision)
         except UnsupportedError:
             self.param_groups.pop()
             raise
@@ -226,15 +242,15 @@ class Offloaded(torch.optim.Optimizer):
         """Makes slots and hooks for new parameters, and drops those of others. Returns the slots in the order of the groups."""
         found = []
         for number, group in enumerate(self.param_groups):
-            _check_group(group)
+            _check_group(group, self._precision)
             for param in group["params"]:
                 slot = self._slots.get(param)
                 if slot is None:
-                    slot = self._slots[param] = Slot(param, len(self._slots))
+                    slot = self._slots[param] = Slot(param, len(self._slots), self._precision)
                 if param.requires_grad and param not in self._hooks:
                     hooked = partial(_hooked, weakref.ref(self), weakref.ref(slot))
                     self._hooks[param] = param.register_post_accumulate_grad_hook(hooked)
-                slot.group, slot.maximizes = number, bool(group.get("maximize"))
+                slot.group, slot.number, slot.maximizes = number, len(found), bool(group.get("maximize"))
                 found.append(slot)
         if len(found) != len(self._slots):
             for param in self._slots.keys() - {slot.param for slot in found}:
@@ -667,8 +683,8 @@ class Offloaded(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's. Moments and masters become float32 in host memory. Without a
-        master the parameter's value is the master.
+        """Loads a state dict of this class or of torch's. Moments get the dtype of `moment_dtype`, and masters become float32, in host
+        memory. Without a master the parameter's value is the master.
 
         Raises:
             InvalidArgumentError: The dict does not fit; nothing was changed.
@@ -709,6 +725,8 @@ class Offloaded(torch.optim.Optimizer):
         try:
             head, rest = super().__repr__().split("\n", 1)
             told = {**{name: getattr(self, name) for name in names}, "tail": self._tail, "closed": self._closed}
+            dtype, is_random, seed, _ = self._precision
+            told |= {"moment_dtype": dtype, "moment_rounding": "stochastic" if is_random else "", "rounding_seed": seed}
         except Exception:
             return f"<{type(self).__name__} not constructed>"
         lines = [f"    {name}: {value}" for name, value in told.items() if name == "max_norm" or value]
@@ -743,11 +761,13 @@ def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tenso
         optimizer._arrived(slot)
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_group(group: dict[str, Any], precision: Precision) -> None:
     _check_options(group)
     for param in filter(is_trained, group["params"]):
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
+        if param.dtype is torch.float16 and precision.moment_dtype is torch.bfloat16:
+            raise UnsupportedError(f"offload: a parameter is float16: {UNROUNDED}")
         if param.is_meta:
             raise UnsupportedError("offload: a parameter has no memory yet; make the optimizer after model.to_empty(), which replaces it")
         if is_partial(param):

@@ -97,6 +97,8 @@ class Lane:
             ctypes.memmove(ctypes.byref(own), ctypes.byref(options), ctypes.sizeof(options))
         self.number = options.step
         self.adam.step_count = options.step - 1
+        for bucket in self.buckets:
+            bucket.begin()
         self.tail.begin(self.adam, max_norm, options.grad_scale)
 
 

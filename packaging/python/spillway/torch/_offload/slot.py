@@ -11,7 +11,7 @@ import torch
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
-from .._states import MASTER, check_not_split, is_count
+from .._states import MASTER, Precision, check_not_split, is_count
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,11 +31,13 @@ def grow_versions(slots: Iterable[Slot]) -> None:
 
 
 class Slot:
-    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32. Of a
-    DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, the master in float32, and moments in
+    float32 or bfloat16. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
 
     Attributes:
+        precision: The dtype of the moments, and how they are rounded.
         group, maximizes: The number of its group, and whether that group maximizes.
+        number: Its place among all parameters of the optimizer.
         stays: The parameter is in the tail: its state is on its device, and its gradient and weights are not copied.
         arrived: A number that rises with the moment at which backward completed the gradient.
         parts: The tensors of the state, those of DTensors by their part.
@@ -45,8 +47,9 @@ class Slot:
 
     then: tuple[Any, ...] | None = None
 
-    def __init__(self, param: torch.Tensor, number: int):
+    def __init__(self, param: torch.Tensor, number: int, precision: Precision):
         self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
+        self.precision, self.number = precision, number
         self.name, self.stays, self.arrived, self.uses, self.size = f"parameter {number}", False, -number, 0, 0
         self.grad = self.weights = torch.empty(0)
         # Shape, dtype and device for which there is memory; the tensors of the state.
@@ -56,7 +59,7 @@ class Slot:
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
-        return {name: self._floats(math.nan if name == MASTER else 0.0) for name in self._names()}
+        return {name: self._floats(name) for name in self._names()}
 
     def use(self, state: dict[str, Any]) -> None:
         """Steps this state from now on; the weights are those of the parameter.
@@ -75,12 +78,12 @@ class Slot:
         if MASTER not in self._names():
             state.pop(MASTER, None)
         elif MASTER not in state:
-            state[MASTER] = self._floats(math.nan)
+            state[MASTER] = self._floats(MASTER)
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
         for name in self._names():
             if local(state[name]).device != self._home:
-                state[name] = like(self.param, self._uninitialised().copy_(local(state[name])))
+                state[name] = like(self.param, self._uninitialised(name).copy_(local(state[name])))
         if not self.holds(state):
             self.uses += 1
             self.parts = {name: local(tensor) for name, tensor in state.items()}
@@ -122,10 +125,13 @@ class Slot:
 
     def state_bytes(self) -> int:
         """Bytes of the moments and the master."""
-        return 4 * len(self._names()) * local(self.param).numel()
+        return sum(self._dtype(name).itemsize for name in self._names()) * local(self.param).numel()
 
     def _names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", MASTER)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name == MASTER else self.precision.moment_dtype or torch.float32
 
     @property
     def _home(self) -> torch.device:
@@ -143,12 +149,12 @@ class Slot:
         else:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
-            fits = (
-                fits and part.dtype is torch.float32 and part.is_contiguous() and has_memory(part) and part.shape == local(self.param).shape
-            )
+            fits = fits and part.dtype is self._dtype(name) and part.is_contiguous() and has_memory(part)
+            fits = fits and part.shape == local(self.param).shape
             # That of a parameter whose tail was made longer or shorter is still where it was.
             fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
-            wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
+            dtype = str(self._dtype(name)).removeprefix("torch.")
+            wanted = f"a contiguous {dtype} tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
         wanted += ", made outside of torch.inference_mode"
         if not fits or part.is_inference():
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
@@ -186,8 +192,9 @@ class Slot:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return self.link.memory(local(self.param).shape, dtype)
 
-    def _uninitialised(self) -> torch.Tensor:
-        return torch.empty(local(self.param).shape, dtype=torch.float32, device=self._home) if self.stays else self._empty(torch.float32)
+    def _uninitialised(self, name: str) -> torch.Tensor:
+        dtype = self._dtype(name)
+        return torch.empty(local(self.param).shape, dtype=dtype, device=self._home) if self.stays else self._empty(dtype)
 
-    def _floats(self, value: float) -> torch.Tensor:
-        return like(self.param, self._uninitialised().fill_(value))
+    def _floats(self, name: str) -> torch.Tensor:
+        return like(self.param, self._uninitialised(name).fill_(math.nan if name == MASTER else 0.0))

@@ -51,10 +51,15 @@ class TorchKernels:
             grad.add_(param, alpha=options.weight_decay)
         else:
             param.mul_(1 - options.lr * options.weight_decay)
-        exp_avg.mul_(options.beta1).add_(grad, alpha=1 - options.beta1)
-        exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
-        below = exp_avg_sq.sqrt().mul_((1 - options.beta2**options.step) ** -0.5).add_(options.eps)
-        param.addcdiv_(exp_avg, below, value=-options.lr / (1 - options.beta1**options.step))
+        # Moments of 16 bits are rounded once, after the parameter was computed from their float32 values.
+        first, second = exp_avg.float(), exp_avg_sq.float()
+        first.mul_(options.beta1).add_(grad, alpha=1 - options.beta1)
+        second.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+        below = second.sqrt().mul_((1 - options.beta2**options.step) ** -0.5).add_(options.eps)
+        param.addcdiv_(first, below, value=-options.lr / (1 - options.beta1**options.step))
+        if first is not exp_avg:
+            exp_avg.copy_(first)
+            exp_avg_sq.copy_(second)
         if copied is not None:
             copied.copy_(param)
 

@@ -1,0 +1,152 @@
+"""Bfloat16 moments of offload(): the bits of AdamW with the same moments, on every way of a step, and their bytes."""
+
+import pytest
+import torch
+
+import spillway.torch as own
+from spillway.errors import InvalidArgumentError, UnsupportedError
+
+BF16, F32 = torch.bfloat16, torch.float32
+NEAREST = {"moment_dtype": BF16}
+STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_seed": 5}
+KINDS = pytest.mark.parametrize("kind", [NEAREST, STOCHASTIC], ids=["nearest", "stochastic"])
+
+
+def model(dtype=BF16, wide=64):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, wide), torch.nn.GELU(), torch.nn.Linear(wide, 500), torch.nn.GELU(), torch.nn.Linear(500, 8)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def train(model, optimizer, steps=6, big=()):
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(16, 32, generator=generator).to(next(model.parameters()).dtype)
+        loss = model(x).float().square().mean() * (1000.0 if step in big else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ends(model, optimizer):
+    found = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        found += [value.clone() for name, value in sorted(optimizer.state[param].items()) if name != "step"]
+    return found
+
+
+def same(one, other):
+    return len(one) == len(other) and all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other))
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("big", [(), (2, 4)], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_training_has_the_bits_of_adamw_with_these_moments(kind, dtype, big, overlap):
+    ours, theirs = model(dtype), model(dtype)
+    # A bucket is smaller than the largest tensor, which is divided unless rounding is random.
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=2.0, overlap=overlap, bucket_bytes=1 << 13, **kind)
+    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, master="f32", **kind)
+    train(ours, mine, big=big)
+    train(theirs, plain, big=big)
+    assert bool(big) is (mine._plan.engines[0].speculation.stats().redos > 0) or not overlap
+    assert same(ends(ours, mine), ends(theirs, plain))
+    assert mine.state[next(ours.parameters())]["exp_avg"].dtype is BF16
+
+
+@KINDS
+def test_the_next_forward_completes_a_step(kind):
+    ours, theirs = model(), model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=2.0, verdict="forward", overlap=True, **kind)
+    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, master="f32", **kind)
+    train(ours, mine, big=(3,))
+    train(theirs, plain, big=(3,))
+    mine.settle()
+    assert same(ends(ours, mine), ends(theirs, plain))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_tail_has_the_same_bits(dtype):
+    ours, theirs = model(dtype), model(dtype)
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=2.0, tail=2, overlap=True, bucket_bytes=1 << 13, **NEAREST)
+    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, master="f32", **NEAREST)
+    train(ours, mine, big=(2,))
+    train(theirs, plain, big=(2,))
+    assert same(ends(ours, mine), ends(theirs, plain))
+
+
+def test_torchs_operations_on_a_tail_round_the_moments_once():
+    from spillway.torch._offload.tail import HostKernels, TorchKernels
+    from spillway.optim import Adam
+
+    torch.manual_seed(3)
+    rows = [[torch.randn(100), torch.randn(100, dtype=BF16), torch.randn(100).to(BF16), torch.rand(100).to(BF16)] for _ in range(2)]
+    for row, source in zip(rows[1], rows[0]):
+        row.copy_(source)
+    for kernels, row in zip((HostKernels(), TorchKernels()), rows):
+        kernels.step(Adam(lr=1e-2), [tuple(row)], 1.0)
+    (param, _, *moments), (other, _, *others) = rows
+    torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+    for moment, found in zip(moments, others):
+        # At most the next bfloat16.
+        assert (moment.view(torch.int16).to(torch.int32) - found.view(torch.int16).to(torch.int32)).abs().max() <= 1
+
+
+@KINDS
+def test_a_state_dict_continues_with_the_same_bits(kind):
+    ours, theirs = model(), model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **kind)
+    train(ours, mine, 3)
+    theirs.load_state_dict(ours.state_dict())
+    other = own.offload(theirs, torch.optim.AdamW, lr=1e-2, **kind)
+    other.load_state_dict(mine.state_dict())
+    assert same(ends(ours, mine), ends(theirs, other))
+    train(ours, mine, 3)
+    train(theirs, other, 3)
+    assert same(ends(ours, mine), ends(theirs, other))
+
+
+def test_state_dicts_of_both_moments_load_into_each_other():
+    wide, narrow = model(), model()
+    from_f32, from_bf16 = own.offload(wide, torch.optim.AdamW, lr=1e-2), own.offload(narrow, torch.optim.AdamW, lr=1e-2, **NEAREST)
+    train(wide, from_f32, 2)
+    train(narrow, from_bf16, 2)
+    first, second = from_f32.state_dict(), from_bf16.state_dict()
+    rounded = [state["exp_avg"].to(BF16) for state in first["state"].values()]
+    widened = [state["exp_avg"].to(F32) for state in second["state"].values()]
+    other = own.offload(model(), torch.optim.AdamW, lr=1e-2, **NEAREST)
+    other.load_state_dict(first)
+    assert same([state["exp_avg"] for state in other.state_dict()["state"].values()], rounded)
+    other = own.offload(model(), torch.optim.AdamW, lr=1e-2)
+    other.load_state_dict(second)
+    assert same([state["exp_avg"] for state in other.state_dict()["state"].values()], widened)
+
+
+def test_a_moment_of_another_dtype_is_named_before_anything_is_stepped():
+    ours = model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **NEAREST)
+    train(ours, mine, 1)
+    param = next(ours.parameters())
+    mine.state[param]["exp_avg"] = mine.state[param]["exp_avg"].float()
+    before = [param.detach().clone() for param in ours.parameters()]
+    ours(torch.ones(1, 32, dtype=BF16)).sum().backward()
+    with pytest.raises(InvalidArgumentError, match="contiguous bfloat16 tensor"):
+        mine.step()
+    assert same([param.detach() for param in ours.parameters()], before)
+
+
+def test_what_is_not_served_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match="is float16: a step with bfloat16 moments"):
+        own.offload(model(torch.float16), torch.optim.AdamW, **NEAREST)
+    with pytest.raises(UnsupportedError, match="'stochastic'.*tail is 1.*tail=0"):
+        own.offload(model(), torch.optim.AdamW, tail=1, **STOCHASTIC)
+    with pytest.raises(InvalidArgumentError, match="moment_dtype is torch.float64"):
+        own.offload(model(), torch.optim.AdamW, moment_dtype=torch.float64)
+    with pytest.raises(InvalidArgumentError, match="moment_rounding.*moment_dtype=torch.bfloat16"):
+        own.offload(model(), torch.optim.AdamW, moment_rounding="stochastic")
+
+
+def test_the_optimizer_shows_its_moments():
+    text = repr(own.offload(model(), torch.optim.AdamW, **STOCHASTIC))
+    assert all(line in text for line in ("moment_dtype: torch.bfloat16", "moment_rounding: stochastic", "rounding_seed: 5"))

@@ -1,5 +1,5 @@
-// Rounds of speculation end with the bits of the serial rule, for every event, verdict and way of publishing, and for
-// both ways of rolling back (a log or shadow spans). An engine that is closed rolls an open round back. Every call out
+// Rounds of speculation end with the bits of the serial rule, for every event, verdict and way of publishing, for both
+// ways of rolling back (a log or shadow spans), and without one. An engine that is closed rolls an open round back. Every call out
 // of order returns its own status and changes nothing.
 
 #include "check.h"
@@ -114,7 +114,9 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     CHECK(measured == BUCKETS);
     for (uint32_t i = 0; i < BUCKETS; i++) sum += squares[i];
     CHECK(sum == mine.sum_squares);
-    if (publish == SPW_SPEC_PUBLISH_SPECULATIVE) {
+    if (undo == SPW_UNDO_MODE_NONE) {
+        check_same();
+    } else if (publish == SPW_SPEC_PUBLISH_SPECULATIVE) {
         CHECK_OK(spw_spec_wait(spec, 0, FOREVER));
         CHECK(state(spec, 0) == SPW_SPEC_STATE_SPECULATIVE);
     }
@@ -139,7 +141,7 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     uint32_t withdrawn[BUCKETS];
     size_t count = 0;
     CHECK_OK(spw_spec_get_rolled_back(spec, withdrawn, BUCKETS, &count));
-    CHECK(count == outcome.rolled_back && count >= 1);
+    CHECK(count == outcome.rolled_back && (undo == SPW_UNDO_MODE_NONE ? count == 0 : count >= 1));
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_stepped(&options, options.grad_scale * (norm / 2 / (norm + 1e-6)));
 
@@ -165,7 +167,8 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     CHECK_OK(spw_spec_get_stats(spec, &stats));
     CHECK(stats.commits == 1 && stats.redos == 2 && stats.skips == 1 && stats.aborts == 0);
     CHECK(stats.buckets_speculated + stats.buckets_spared == 4 * BUCKETS);
-    CHECK(stats.buckets_committed == BUCKETS && stats.seconds_exposed > 0);
+    CHECK(stats.buckets_committed == (undo == SPW_UNDO_MODE_NONE ? 0 : BUCKETS) && stats.seconds_exposed > 0);
+    CHECK(undo != SPW_UNDO_MODE_NONE || stats.buckets_spared == 4 * BUCKETS);
     CHECK_OK(spw_spec_close(spec));
     release_models();
 }
@@ -236,6 +239,11 @@ static void buckets_wait_for_descriptors_and_words(void) {
     release_models();
 }
 
+// Waits until a bucket is stepped before the verdict; without an undo it never is.
+static void stepped_early(spw_spec *spec, uint32_t bucket) {
+    while (undo != SPW_UNDO_MODE_NONE && state(spec, bucket) != SPW_SPEC_STATE_SPECULATIVE) usleep(100);
+}
+
 static void what_has_no_verdict_is_taken_back(void) {
     make_models();
     const spw_adam_options options = adam_options();
@@ -247,7 +255,7 @@ static void what_has_no_verdict_is_taken_back(void) {
         CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
         submit(spec, 1);
         CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
-        while (i == 1 && state(spec, 1) != SPW_SPEC_STATE_SPECULATIVE) usleep(100);
+        if (i == 1) stepped_early(spec, 1);
         CHECK_OK(spw_spec_abort(spec));
         CHECK_OK(spw_spec_finish(spec, FOREVER));
         check_same();
@@ -258,7 +266,7 @@ static void what_has_no_verdict_is_taken_back(void) {
     submit(spec, 1);
     submit(spec, 2);
     CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
-    while (state(spec, 2) != SPW_SPEC_STATE_SPECULATIVE) usleep(100);
+    stepped_early(spec, 2);
     CHECK_OK(spw_spec_close(spec));
     check_same();
 
@@ -311,7 +319,7 @@ static void calls_out_of_order_are_refused(void) {
     own = models[1].tensor, own.exp_avg_sq = NULL;
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "exp_avg_sq");
     own = models[1].tensor, own.shadow_param = own.shadow_exp_avg = own.shadow_exp_avg_sq = NULL;
-    if (undo == SPW_UNDO_MODE_DELTA) {
+    if (undo != SPW_UNDO_MODE_SHADOW) {
         own.shadow_param = twins[1].spans[0];
         own.shadow_exp_avg = twins[1].spans[2], own.shadow_exp_avg_sq = twins[1].spans[3];
     }
@@ -354,14 +362,62 @@ static void calls_out_of_order_are_refused(void) {
     release_models();
 }
 
+// Without an undo, an engine steps split masters too, with the bits of a step by itself.
+static void split_masters_step_after_the_verdict(void) {
+    undo = SPW_UNDO_MODE_NONE;
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
+    uint16_t *lows[2][BUCKETS];
+    for (int i = 0; i < BUCKETS; i++) {
+        for (int twin = 0; twin < 2; twin++) {
+            struct problem *made = twin ? &twins[i] : &models[i];
+            const uint32_t bf16 = SPW_DTYPE_BF16;
+            *made = make(i == 1 ? LARGE : 1000, bf16, i == 2 ? SPW_DTYPE_F32 : bf16, bf16, SPW_DTYPE_NONE, (uint64_t)i);
+            CHECK((lows[twin][i] = calloc(made->tensor.n, 2)) != NULL);
+            made->tensor.param_low = lows[twin][i];
+        }
+    }
+    spw_adam_options options = adam_options();
+    double limit = 0.0;
+    for (int round = 0; round < 3; round++, options.step++) {
+        CHECK_OK(spw_spec_begin_adam(spec, &options, limit));
+        for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+        const spw_step_stats mine = local(spec);
+        check_same();
+        const spw_spec_outcome outcome = resolve(spec, mine);
+        CHECK(outcome.verdict == (limit > 0.0 ? SPW_SPEC_VERDICT_REDO : SPW_SPEC_VERDICT_COMMIT));
+        CHECK(outcome.rolled_back == 0);
+        CHECK_OK(spw_spec_finish(spec, FOREVER));
+        check_stepped(&options, outcome.grad_scale);
+        for (int i = 0; i < BUCKETS; i++) CHECK(memcmp(lows[0][i], lows[1][i], 2 * models[i].tensor.n) == 0);
+        limit = outcome.norm / 2;
+    }
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+    local(spec);
+    CHECK_OK(spw_spec_close(spec));
+    check_same();
+
+    undo = SPW_UNDO_MODE_DELTA;
+    spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    REFUSED(spw_spec_submit(spec, 0, &models[0].tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "param_low");
+    CHECK_OK(spw_spec_close(spec));
+    spw_undo_options recording = SPW_UNDO_OPTIONS_INIT;
+    recording.mode = SPW_UNDO_MODE_NONE;
+    spw_undo *opened = NULL;
+    INVALID(spw_undo_open(&recording, &opened), "options.mode");
+    for (int i = 0; i < BUCKETS; i++) free(lows[0][i]), free(lows[1][i]);
+    release_models();
+}
+
 int main(void) {
-    for (undo = SPW_UNDO_MODE_DELTA; undo <= SPW_UNDO_MODE_SHADOW; undo++) {
+    for (undo = SPW_UNDO_MODE_DELTA; undo <= SPW_UNDO_MODE_NONE; undo++) {
         for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
         adagrad_and_lion_speculate_too();
         buckets_wait_for_descriptors_and_words();
         what_has_no_verdict_is_taken_back();
         calls_out_of_order_are_refused();
     }
-    undo = SPW_UNDO_MODE_DELTA;
+    split_masters_step_after_the_verdict();
     return 0;
 }

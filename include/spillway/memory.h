@@ -68,10 +68,13 @@ typedef struct spw_pinned_stats {
     uint64_t mapped_bytes;
     // Mapped bytes that are locked.
     uint64_t locked_bytes;
+    // Bytes of memory of any kind that this process can still use without swap, as far as the system and a cgroup's limit
+    // say; 0: unknown.
+    uint64_t unused_bytes;
 } spw_pinned_stats;
 
 #define SPW_PINNED_STATS_INIT \
-    { sizeof(spw_pinned_stats), 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_pinned_stats), 0, 0, 0, 0, 0, 0, 0 }
 
 // Allocates `bytes` bytes of pinned memory, page-aligned, touched and not cleared, in 2 MiB pages where possible, locked as
 // far as `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and

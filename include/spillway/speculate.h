@@ -60,8 +60,8 @@ typedef struct spw_spec_options {
     uint32_t struct_size;
     // Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
     uint32_t buckets;
-    // An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
-    // spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
+    // An `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), SPW_UNDO_MODE_NONE, or SPW_UNDO_MODE_SHADOW, where every tensor
+    // must have shadow spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
     // SPW_SPEC_VERDICT_REDO. The tensor's own spans hold it after SPW_SPEC_VERDICT_SKIP and an abort. The next round
     // names the set with the state as the tensor's own.
     uint32_t undo_mode;
@@ -94,7 +94,8 @@ typedef struct spw_spec_stats {
     uint64_t buckets_redone;
     // Speculative steps that were rolled back and not repeated.
     uint64_t buckets_rolled_back;
-    // Buckets not stepped before the verdict: the verdict was already certain, or the bucket is in device memory.
+    // Buckets not stepped before the verdict: the verdict was already certain, the bucket is in device memory, or the
+    // engine has SPW_UNDO_MODE_NONE.
     uint64_t buckets_spared;
     // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
     // callers.
@@ -114,7 +115,7 @@ typedef struct spw_spec spw_spec;
 // log for an exact rollback, about 1.2 bytes per parameter and at most 13. The result is bit-identical to one step
 // after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 // later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
-// measured nor stepped.
+// measured nor stepped. With SPW_UNDO_MODE_NONE all buckets are only measured before the verdict.
 spw_status spw_spec_open(const spw_spec_options *options,
                          spw_spec **spec_out);
 

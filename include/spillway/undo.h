@@ -53,6 +53,9 @@ typedef enum spw_undo_mode {
     // Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     // in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
     SPW_UNDO_MODE_SHADOW = 2,
+    // Not at all. For `spw_spec_open` only: before the verdict a bucket is measured, and it steps once after the verdict.
+    // This takes no memory for a log, and reads each gradient twice.
+    SPW_UNDO_MODE_NONE = 3,
 } spw_undo_mode;
 
 // Mode and capacity of a recording.

@@ -15,6 +15,7 @@ use std::ffi::c_void;
 use crate::capi::prelude::*;
 use crate::pool::pinned;
 use crate::pool::region::Backing;
+use crate::sys::memory;
 
 /// Flags of an allocation, combined by addition.
 #[repr(C)]
@@ -56,6 +57,9 @@ pub struct spw_pinned_stats {
     pub mapped_bytes: u64,
     /// Mapped bytes that are locked.
     pub locked_bytes: u64,
+    /// Bytes of memory of any kind that this process can still use without swap, as far as the system and a cgroup's limit
+    /// say; 0: unknown.
+    pub unused_bytes: u64,
 }
 }
 
@@ -119,7 +123,7 @@ pub extern "C" fn spw_pinned_get_stats(stats_out: Out<spw_pinned_stats>) -> spw_
         let values = report!(spw_pinned_stats from found {
             allocations, bytes, high_water, mapped_bytes, locked_bytes
         } with {
-            reserved: 0
+            reserved: 0, unused_bytes: memory::unused_bytes().unwrap_or(0)
         });
         stats_out.write(&values, "stats_out")
     })

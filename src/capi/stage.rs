@@ -30,7 +30,7 @@ use crate::capi::optim::table::StepOptions;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event};
-use crate::capi::speculate::engine::exact_undo;
+use crate::capi::speculate::engine::{EXACT, undo_of};
 use crate::capi::undo::spw_undo_mode;
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
@@ -104,7 +104,7 @@ pub extern "C" fn spw_stage_open(
     guard(|| {
         let raw = options.read("options")?;
         abi_struct::zero("options.reserved", raw.reserved)?;
-        let undo = exact_undo(raw.undo_mode)?;
+        let undo = undo_of(raw.undo_mode, &EXACT)?;
         let publish = match raw.publish {
             0 => Publish::Final,
             1 => Publish::Staged,
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn spw_stage_submit_adam(
         unsafe {
             let stage = handle::get(stage)?;
             let options = options.read("options")?;
-            let tensors = lent::<spw_adam_options>(options.rule()?, tensors, count)?;
+            let tensors = lent::<spw_adam_options>(options.rule()?, stage.undo, tensors, count)?;
             let target = parse_target(target, &tensors)?;
             let work = Tensors::new(tensors, stage.undo, stage.stage.publish())?;
             let event = parse_event(event)?;

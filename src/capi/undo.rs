@@ -47,6 +47,9 @@ pub enum spw_undo_mode {
     /// Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     /// in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
     SPW_UNDO_MODE_SHADOW = 2,
+    /// Not at all. For `spw_spec_open` only: before the verdict a bucket is measured, and it steps once after the verdict.
+    /// This takes no memory for a log, and reads each gradient twice.
+    SPW_UNDO_MODE_NONE = 3,
 }
 
 c_struct! { first 24;
@@ -75,6 +78,10 @@ pub extern "C" fn spw_undo_open(options: In<spw_undo_options>, undo_out: Out<*mu
         let (elements, tensors) = (options.elements as usize, options.tensors as usize);
         if options.elements > LIMIT || options.tensors > LIMIT {
             return Err(Error::invalid("options.elements", "must be at most 2^48, options.tensors too"));
+        }
+        if options.mode == spw_undo_mode::SPW_UNDO_MODE_NONE as u32 {
+            let reason = "is SPW_UNDO_MODE_NONE, which records nothing; pass another mode, or step without a recording";
+            return Err(Error::invalid("options.mode", reason));
         }
         let modes = [Mode::Arithmetic, Mode::Delta { elements }, Mode::Shadow];
         let mode = choice("options.mode", options.mode, "spw_undo_mode", &modes)?;

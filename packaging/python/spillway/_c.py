@@ -83,6 +83,7 @@ ROUNDING_STOCHASTIC = 1
 UNDO_MODE_ARITHMETIC = 0
 UNDO_MODE_DELTA = 1
 UNDO_MODE_SHADOW = 2
+UNDO_MODE_NONE = 3
 
 # spw_pinned_flag
 PINNED_FLAG_NO_HUGE_PAGES = 1
@@ -414,6 +415,7 @@ class PinnedStats(Structure):
         ("high_water", c_uint64),
         ("mapped_bytes", c_uint64),
         ("locked_bytes", c_uint64),
+        ("unused_bytes", c_uint64),
     ]
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from . import _native
+from . import _abi, _native
 
 
 def allocate(size: int, freed: Callable[[int], object] = lambda address: None) -> Any:
@@ -27,6 +27,13 @@ def _free(address: int, process: int, freed: Callable[[int], object]) -> None:
     if process == os.getpid():
         freed(address)
         _native.call("spw_pinned_free", address)
+
+
+def unused_bytes() -> int | None:
+    """Bytes of memory that this process can still use without swap; None if the system does not say."""
+    stats = _abi.sized(_abi.PinnedStats)
+    _native.call("spw_pinned_get_stats", ctypes.byref(stats))
+    return stats.unused_bytes or None
 
 
 def contains(address: int, size: int) -> bool:

@@ -29,7 +29,9 @@ from .optim import StepStats, Tensors, _Optimizer, counter, tensor_table
 PUBLISH = {"final": _abi.SPEC_PUBLISH_FINAL, "staged": _abi.SPEC_PUBLISH_STAGED, "speculative": _abi.SPEC_PUBLISH_SPECULATIVE}
 VERDICTS = ("commit", "skip", "redo")
 STATES = ("missing", "pending", "speculative", "final")
-UNDO = {"delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
+#: The ways to roll back a step.
+EXACT = {"delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
+_UNDO = {**EXACT, "none": _abi.UNDO_MODE_NONE}
 _DESCRIPTOR = _abi.SPEC_EVENT_KIND_FD
 _CUDA_EVENT, _CUDA_STREAM = _abi.SPEC_EVENT_KIND_CUDA, _abi.SPEC_EVENT_KIND_CUDA_STREAM
 
@@ -89,6 +91,7 @@ class Speculation(_NativeHandle):
     |---|---|
     | "delta" | by a log |
     | "shadow" | steps write to the shadows given with the tensors, so the old values remain |
+    | "none" | no bucket steps before the verdict: it is measured, and steps afterwards; this takes no memory |
 
     With undo "shadow" the shadows hold the state after a verdict of "commit" or "redo": exchange tensors and shadows in
     the next round.
@@ -96,7 +99,7 @@ class Speculation(_NativeHandle):
     Args:
         buckets: Number of buckets of a round.
         publish: "final", "staged" or "speculative".
-        undo: "delta" or "shadow".
+        undo: "delta", "shadow" or "none".
 
     Raises:
         InvalidArgumentError: An argument has a wrong value.
@@ -113,12 +116,12 @@ class Speculation(_NativeHandle):
     buckets: Fixed[int] = Fixed("Number of buckets of a round.")
 
     def __init__(self, buckets: int, *, publish: str = "final", undo: str = "delta"):
-        for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
+        for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, _UNDO)):
             if value not in known:
                 raise InvalidArgumentError(f"Speculation: {name} is {value!r}; pass one of {', '.join(known)}")
         buckets = _arguments.between("Speculation: buckets", buckets, 1, (1 << 32) - 1)
         options = _abi.sized(_abi.SpecOptions)
-        options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
+        options.buckets, options.undo_mode, options.publish = buckets, _UNDO[undo], PUBLISH[publish]
         self.buckets, self._publish, self._undo = buckets, publish, undo
         self._optimizer: _Optimizer | None = None
         self._held = _kept.Submitted()

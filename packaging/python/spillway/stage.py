@@ -25,7 +25,7 @@ from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
 from .gpu import CudaEvent, CudaStream, Gpu
 from .optim import Adam, StepStats, Tensors, tensor_table
-from .speculate import PUBLISH, STATES, UNDO, _event
+from .speculate import EXACT, PUBLISH, STATES, _event
 
 _WORD = _abi.SPEC_EVENT_KIND_WORD
 # A settle() that raised so often was called with a value that no call accepts.
@@ -117,7 +117,7 @@ class Stage(_NativeHandle):
         uint16_dtype: str | None = None,
     ):
         known = {name: value for name, value in PUBLISH.items() if name != "speculative"}
-        for name, value, values in (("publish", publish, known), ("undo", undo, UNDO)):
+        for name, value, values in (("publish", publish, known), ("undo", undo, EXACT)):
             if value not in values:
                 raise InvalidArgumentError(f"Stage: {name} is {value!r}; pass one of {', '.join(values)}")
         if not isinstance(adam, Adam):
@@ -128,7 +128,7 @@ class Stage(_NativeHandle):
             Arena._given("Stage: arena", arena)
         options = _abi.sized(_abi.StageOptions)
         options.priority, options.cores = _arguments.signed("Stage: priority", priority), _arguments.unsigned("Stage: cores", cores, 32)
-        options.undo_mode, options.publish = UNDO[undo], known[publish]
+        options.undo_mode, options.publish = EXACT[undo], known[publish]
         self.tensors, self.shadow = list(tensors), None if shadow is None else list(shadow)
         self._shape = {"publish": publish, "undo": undo, "priority": priority, "cores": cores}
         self.adam, self.arena, self.region, self.uint16_dtype = adam, arena, region, uint16_dtype

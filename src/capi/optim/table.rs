@@ -106,11 +106,26 @@ pub(in crate::capi) unsafe fn lent<R: Optimizer>(
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
 ) -> Result<Lent<R>> {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { lent_if(no_low_bits, tensors, count, optimizer, own) }
+}
+
+/// As [`lent`], of tensors that `check` accepts.
+///
+/// # Safety
+/// As [`lent`].
+pub(in crate::capi) unsafe fn lent_if<R: Optimizer>(
+    check: impl Fn(&[spw_tensor]) -> Result<()>,
+    tensors: In<spw_tensor>,
+    count: u64,
+    optimizer: &R,
+    own: impl Fn(*const c_void) -> Result<R>,
+) -> Result<Lent<R>> {
     bump::with(|bump| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let raw = tensors.all_in(bump, count, "tensors")?;
-            no_low_bits(raw)?;
+            check(raw)?;
             let mut lent = Lent::with_capacity(raw.len())?;
             make_jobs(bump, raw, optimizer, own, |index, mut job| {
                 lent.push(index, LentTensor::new(&mut job.tensor), job.optimizer);

@@ -31,8 +31,8 @@ c_struct! { first 16, initial |options| options.undo_mode = spw_undo_mode::SPW_U
 pub struct spw_spec_options {
     /// Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
     pub buckets: u32,
-    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
-    /// spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
+    /// An `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), SPW_UNDO_MODE_NONE, or SPW_UNDO_MODE_SHADOW, where every tensor
+    /// must have shadow spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
     /// SPW_SPEC_VERDICT_REDO. The tensor's own spans hold it after SPW_SPEC_VERDICT_SKIP and an abort. The next round
     /// names the set with the state as the tensor's own.
     pub undo_mode: u32,
@@ -62,7 +62,8 @@ pub struct spw_spec_stats {
     pub buckets_redone: u64,
     /// Speculative steps that were rolled back and not repeated.
     pub buckets_rolled_back: u64,
-    /// Buckets not stepped before the verdict: the verdict was already certain, or the bucket is in device memory.
+    /// Buckets not stepped before the verdict: the verdict was already certain, the bucket is in device memory, or the
+    /// engine has SPW_UNDO_MODE_NONE.
     pub buckets_spared: u64,
     /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
     /// callers.
@@ -98,12 +99,14 @@ pub(in crate::capi) enum Rules {
 /// log for an exact rollback, about 1.2 bytes per parameter and at most 13. The result is bit-identical to one step
 /// after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 /// later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
-/// measured nor stepped.
+/// measured nor stepped. With SPW_UNDO_MODE_NONE all buckets are only measured before the verdict.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mut spw_spec>) -> spw_status {
     guard(|| {
         let options = options.read("options")?;
-        let undo = exact_undo(options.undo_mode)?;
+        let [delta, shadow] = EXACT;
+        let undo =
+            undo_of(options.undo_mode, &[delta, shadow, (spw_undo_mode::SPW_UNDO_MODE_NONE, Undo::None)])?;
         let publishes = [Publish::Final, Publish::Staged, Publish::Speculative];
         let publish = choice("options.publish", options.publish, "spw_spec_publish", &publishes)?;
         let open = || {
@@ -116,16 +119,17 @@ pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mu
     })
 }
 
-/// The undo of an `spw_undo_mode` that restores every bit.
-pub(in crate::capi) fn exact_undo(mode: u32) -> Result<Undo> {
-    match mode {
-        1 => Ok(Undo::Delta),
-        2 => Ok(Undo::Shadow),
-        other => {
-            let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
-            Err(Error::invalid("options.undo_mode", reason))
-        }
+/// The undos that restore every bit, by their `spw_undo_mode`.
+pub(in crate::capi) const EXACT: [(spw_undo_mode, Undo); 2] =
+    [(spw_undo_mode::SPW_UNDO_MODE_DELTA, Undo::Delta), (spw_undo_mode::SPW_UNDO_MODE_SHADOW, Undo::Shadow)];
+
+/// The undo of an `spw_undo_mode`, if it is one of these.
+pub(in crate::capi) fn undo_of(mode: u32, known: &[(spw_undo_mode, Undo)]) -> Result<Undo> {
+    if let Some((_, found)) = known.iter().find(|(name, _)| *name as u32 == mode) {
+        return Ok(*found);
     }
+    let names: Vec<String> = known.iter().map(|(name, _)| format!("{name:?}")).collect();
+    Err(Error::invalid("options.undo_mode", format!("is {mode}, but must be {}", names.join(" or "))))
 }
 
 /// Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If

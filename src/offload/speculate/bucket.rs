@@ -20,13 +20,15 @@ pub enum Publish {
     Speculative,
 }
 
-/// How a bucket's step is rolled back, exactly to the bit.
+/// How a bucket's step before the verdict is rolled back, exactly to the bit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
     /// From a log of the residuals that the inverse formula misses.
     Delta,
     /// From the old values, which are kept: steps write to the tensors' shadows.
     Shadow,
+    /// Not at all, and without memory: buckets are measured before the verdict, and step once after it.
+    None,
 }
 
 /// A bucket as the engine drives it. A task that fails before its first write may be retried; a task that panics leaves
@@ -116,6 +118,7 @@ impl<O: Family> Tensors<O> {
                 let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
                 parallel::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
             }
+            Undo::None => parallel::measure(&mut jobs),
         }
     }
 
@@ -128,7 +131,7 @@ impl<O: Family> Tensors<O> {
 
     fn redo(&mut self, recording: &mut Recording, factor: f32) -> Result<()> {
         match self.undo {
-            Undo::Shadow => self.step(factor),
+            Undo::Shadow | Undo::None => self.step(factor),
             Undo::Delta => {
                 let elements = self.undo_recorded(recording, true, Some(factor))?;
                 O::COUNTER.add(elements);
@@ -144,7 +147,7 @@ impl<O: Family> Tensors<O> {
             Undo::Shadow if early => {
                 parallel::publish(&mut self.lent.lend_by(LentTensor::borrow_without_shadow)?)
             }
-            Undo::Shadow => Ok(()),
+            Undo::Shadow | Undo::None => Ok(()),
             Undo::Delta => self.undo_recorded(recording, early, None).map(drop),
         }
     }
@@ -192,5 +195,9 @@ impl<O: Family> Bucket for Tensors<O> {
             Task::Step(factor) => self.step(factor)?,
         }
         Ok(StepStats::default())
+    }
+
+    fn speculates(&self) -> bool {
+        self.undo != Undo::None
     }
 }

@@ -136,11 +136,13 @@ class HostWeights:
         """Memory for the weights of a sub-group in 16 bits; None if the model has them in float32, or not in memory."""
         import torch
 
+        from ..torch.inner import link_to
+
         flat = self._stage3.fp16_partitioned_groups_flat[sub_group]
         if flat is None or flat.dtype not in (torch.bfloat16, torch.float16):
             return None
         if sub_group not in self._memory:
-            self._memory[sub_group] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=not flat.is_cpu)
+            self._memory[sub_group] = link_to(flat).memory(flat.shape, flat.dtype)
         return self._memory[sub_group]
 
     def publish(self, sub_group):

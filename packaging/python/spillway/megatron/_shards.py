@@ -17,7 +17,7 @@ import torch
 from .. import _safetensors
 from .._holdings import Held, Holding
 from ..errors import InvalidArgumentError
-from ..torch.inner import CODES
+from ..torch.inner import CODES, link_to
 
 #: The name of a shard that has a range of a parameter's elements.
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
@@ -87,7 +87,7 @@ class Bucket:
         if len(grads) == 1 and grads[0].is_cpu and grads[0].dtype is dtype and grads[0].is_contiguous():
             return grads[0].reshape(-1)
         if self._grads is None or self._grads.dtype is not dtype:
-            self._grads = torch.empty(self.elements, dtype=dtype, device="cpu", pin_memory=grads[0].is_cuda)
+            self._grads = link_to(grads[0]).memory((self.elements,), dtype)
         for (_, part), grad in zip(self.parts(self._grads), grads, strict=True):
             part.copy_(grad.reshape(-1), non_blocking=True)
         return self._grads
@@ -98,7 +98,7 @@ class Bucket:
         if weight.dtype is torch.float32:
             return None
         if self._weights is None:
-            self._weights = torch.empty(self.elements, dtype=weight.dtype, device="cpu", pin_memory=weight.is_cuda)
+            self._weights = link_to(weight).memory((self.elements,), weight.dtype)
         return self._weights
 
     @torch.no_grad()

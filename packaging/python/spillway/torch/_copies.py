@@ -13,6 +13,7 @@ import torch
 
 from .._written import Comparison, facts, sums
 from ._layout import views
+from ._slabs import CudaDriver, Slabs
 from ._tensors import lasting, local, unused_bytes
 
 
@@ -89,6 +90,13 @@ class DeviceLink(HostLink):
         self._early, self._placed = torch.Stream(device=device), None
         #: Streams of the caller that later copies to the host follow.
         self._followed: set[Any] = set()
+        # A build of torch for another vendor calls its devices so too, and its runtime alike.
+        self._slabs = Slabs(CudaDriver(device)) if device.type == "cuda" else None
+
+    @lasting
+    def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked host memory for copies."""
+        return HostLink.memory(self, shape, dtype) if self._slabs is None else self._slabs.memory(shape, dtype)
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""

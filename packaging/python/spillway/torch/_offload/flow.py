@@ -98,6 +98,10 @@ class Flow:
             _registered.extend(register(_stepped) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook))
         _flows.add(self)
 
+    def host_memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for weights in host memory."""
+        return self._up.memory(shape, dtype)
+
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         places, owners = _places(model, self.device), _owners(modules)
         weights = [Weight(self, param, where) for param, where in places.items()]
@@ -389,7 +393,7 @@ class Weight:
     def __init__(self, flow: Flow, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]]):
         own = param.detach()
         self._flow, self.on_host, self.places = weakref.ref(flow), param, places
-        self.on_device = self._placed(own, flow.device)
+        self.on_device = self._placed(own, flow)
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
@@ -405,11 +409,12 @@ class Weight:
         self.empty()
 
     @lasting
-    def _placed(self, own: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+    def _placed(self, own: torch.Tensor, flow: Flow) -> torch.nn.Parameter:
         """Takes the parameter to pinned host memory; returns the tensor on the device."""
-        if device.type != "cpu":
-            self.on_host.data = own.cpu().pin_memory()
-        return torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=self.on_host.requires_grad)
+        if flow.device.type != "cpu":
+            memory = flow.host_memory(own.shape, own.dtype).copy_(own) if own.is_contiguous() else own.cpu().pin_memory()
+            self.on_host.data = memory
+        return torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=self.on_host.requires_grad)
 
     def _now(self) -> tuple[Any, ...]:
         return *facts(self.on_host), self.steps

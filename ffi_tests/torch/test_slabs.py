@@ -1,0 +1,108 @@
+"""Page-locked memory for copies: cut to exact sizes, registered once, and given back with its last tensor."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+from spillway.torch import _slabs
+
+MIB = 1 << 20
+
+
+class Driver:
+    """Notes what is registered; refuses after a number of registrations."""
+
+    def __init__(self, most=1000):
+        self.live, self.calls, self.most = {}, 0, most
+
+    def register(self, address, size):
+        self.calls += 1
+        if self.calls > self.most:
+            raise RuntimeError("no more")
+        assert address not in self.live
+        self.live[address] = size
+
+    def unregister(self, address):
+        del self.live[address]
+
+
+def held(driver, tensor):
+    at = tensor.data_ptr()
+    return any(start <= at and at + tensor.nbytes <= start + size for start, size in driver.live.items())
+
+
+def test_small_tensors_share_slabs_and_a_large_one_has_its_own():
+    driver = Driver()
+    slabs = _slabs.Slabs(driver)
+    small = [slabs.memory((1000, 3), torch.bfloat16) for _ in range(2000)]
+    large = slabs.memory((20 * MIB,), torch.float32)
+    assert driver.calls < 12 and all(held(driver, tensor) for tensor in (*small, large))
+    assert sorted(driver.live.values())[-1] == 80 * MIB
+    for number, tensor in enumerate(small):
+        assert tensor.shape == (1000, 3) and tensor.dtype is torch.bfloat16 and tensor.data_ptr() % 64 == 0
+        tensor.fill_(number % 250)
+    assert all((tensor == number % 250).all() for number, tensor in enumerate(small))
+    # What was asked for, alignment, and at most one slab that is not full.
+    asked = large.nbytes + sum(tensor.nbytes for tensor in small)
+    assert slabs.bytes == sum(driver.live.values()) <= asked + 2000 * 64 + 2 * MIB
+
+
+def test_a_slab_goes_with_its_last_tensor():
+    driver = Driver()
+    slabs = _slabs.Slabs(driver)
+    one, other = slabs.memory((10,), torch.float32), slabs.memory((10,), torch.float32)
+    view = other.view(2, 5)
+    assert driver.calls == 1
+    del one, other
+    gc.collect()
+    assert len(driver.live) == 1
+    view.fill_(3)
+    del view
+    gc.collect()
+    assert not driver.live and slabs.bytes == 0
+    again = slabs.memory((10,), torch.float32)
+    assert len(driver.live) == 1 and held(driver, again)
+
+
+def test_forty_gigabytes_have_few_registrations_and_little_waste(monkeypatch):
+    made = []
+    monkeypatch.setattr(_slabs._pinned, "allocate", lambda size, freed: made.append(size) or _Sized(size))
+    monkeypatch.setattr(_slabs.ctypes, "addressof", lambda slab: id(slab))
+    slabs, keep = _slabs.Slabs(Driver(10**6)), []
+    sizes = [size for _ in range(80) for size in (4096 * 4096 * 2, 3584 * 1021 * 2, 11003 * 4096 * 2, 4096 * 2, 300)] * 4
+    for size in sizes:
+        keep.append(slabs._place(size)[0])
+    assert sum(sizes) > 40e9 and sum(made) <= 1.01 * sum(sizes)
+    assert len(made) <= sum(size > 4 * MIB for size in sizes) + 20
+
+
+class _Sized:
+    def __init__(self, size):
+        self._size = size
+
+    def __len__(self):
+        return self._size
+
+
+def test_no_elements_take_no_memory():
+    driver = Driver()
+    tensor = _slabs.Slabs(driver).memory((0, 5), torch.float32)
+    assert tensor.shape == (0, 5) and not driver.calls
+
+
+def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
+    slabs, asked = _slabs.Slabs(Driver(1)), []
+    first = slabs.memory((MIB,), torch.float32)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *given, pin_memory, **named: asked.append(pin_memory) or empty(*given, **named))
+    with pytest.warns(UserWarning, match="locks no memory of the library .no more., so page-locked memory comes from torch"):
+        second = slabs.memory((MIB,), torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        third = slabs.memory((5,), torch.float32)
+    assert first.shape == second.shape and third.shape == (5,) and asked == [True, True]
+    del first
+    gc.collect()
+    assert slabs.bytes == 0

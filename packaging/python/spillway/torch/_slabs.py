@@ -1,0 +1,131 @@
+"""Page-locked host memory for the copies of a device, cut to size from slabs of the library.
+
+torch's own page-locked memory rounds each tensor up to a power of two, and keeps it after its last use.
+
+Invariants:
+- A slab is registered with the driver once, when it is made. It is given back with its last tensor, after the copies that the device was
+  asked for have ended.
+- A slab is kept by its tensors only."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .. import _pinned
+
+#: Tensors begin at multiples of this: a cache line.
+_ALIGNMENT = 64
+#: Slabs have multiples of this size: a huge page.
+_PAGE = 2 << 20
+#: Most bytes of a slab for small tensors, and the part of it above which a tensor has a slab of its own.
+_MOST, _SMALL = 64 << 20, 16
+#: A slab for small tensors has this part of the bytes that are in use: no more than that is unused.
+_PART = 256
+#: Number of slabs whose last bytes later tensors may have.
+_OPEN = 8
+
+
+class Driver(Protocol):
+    """What registers host memory with a device."""
+
+    def register(self, address: int, size: int) -> None:
+        """Locks the pages of memory, so that copies run beside the program. Raises RuntimeError if they cannot be locked."""
+
+    def unregister(self, address: int) -> None:
+        """Waits for copies and ends the registration."""
+
+
+class CudaDriver:
+    """CUDA's runtime, as torch has it.
+
+    Args:
+        device: The device that copies."""
+
+    #: The registration holds in the contexts of all devices.
+    _PORTABLE = 1
+
+    def __init__(self, device: torch.device):
+        self._device, self._runtime = device, torch.cuda.cudart()
+
+    def register(self, address: int, size: int) -> None:
+        """Locks the pages of memory, so that copies run beside the program."""
+        with torch.cuda.device(self._device):
+            code = int(self._runtime.cudaHostRegister(address, size, self._PORTABLE))
+        if code:
+            raise RuntimeError(f"cudaHostRegister returned {code}")
+
+    def unregister(self, address: int) -> None:
+        """Waits for copies and ends the registration."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self._runtime.cudaHostUnregister(address)
+
+
+class Slabs:
+    """The slabs for one device.
+
+    Args:
+        driver: What registers them."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+        #: Bytes of all slabs.
+        self.bytes = 0
+        # Slabs that have bytes left, and the first one of these; the newest slab is the last.
+        self._open: list[tuple[Callable[[], Any], int]] = []
+        self._registered: set[int] = set()
+        self._refused = False
+
+    def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory."""
+        elements = math.prod(shape)
+        size = elements * dtype.itemsize
+        if self._refused or not size:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=bool(size))
+        try:
+            slab, start = self._place(size)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(
+                f"spillway: the driver locks no memory of the library ({error}), so page-locked memory comes from torch, which rounds each "
+                "tensor up to a power of two",
+                stacklevel=2,
+            )
+            return self.memory(shape, dtype)
+        return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
+
+    def _place(self, size: int) -> tuple[Any, int]:
+        for number, (of, used) in enumerate(self._open):
+            slab, start = of(), _up(used, _ALIGNMENT)
+            if slab is not None and start + size <= len(slab):
+                self._open[number] = of, start + size
+                return slab, start
+        wanted = size if size > _MOST // _SMALL else max(size, min(_MOST, self.bytes // _PART))
+        slab = self._make(_up(wanted, _PAGE))
+        self._open = [*self._open[1 - _OPEN :], (weakref.ref(slab), size)]
+        return slab, 0
+
+    def _make(self, size: int) -> Any:
+        slab = _pinned.allocate(size, lambda address: self._free(address, size))
+        address = ctypes.addressof(slab)
+        self._driver.register(address, size)
+        self._registered.add(address)
+        self.bytes += size
+        return slab
+
+    def _free(self, address: int, size: int) -> None:
+        if address in self._registered:
+            self._registered.discard(address)
+            self.bytes -= size
+            self._driver.unregister(address)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

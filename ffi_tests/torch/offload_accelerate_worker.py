@@ -31,7 +31,7 @@ def trained(make, clip):
         optimizer.step()
         optimizer.zero_grad()
     plan = getattr(optimizer.optimizer, "_plan", None)
-    stepped = plan and sum(lane.speculation.stats().buckets_speculated for lane in plan.lanes)
+    stepped = plan and sum(engine.speculation.stats().buckets_speculated for engine in plan.engines)
     return [param.full_tensor().detach() for param in model.parameters()], stepped
 
 

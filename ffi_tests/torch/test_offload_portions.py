@@ -151,7 +151,7 @@ def test_a_piece_is_stepped_and_returns_before_the_copy_of_the_next_one_has_ende
         optimizer.zero_grad()
         # From now on there is a plan, and the weights are on the host.
         gate.closed, gate.copies, gate.returned = True, 0, threading.Semaphore(0)
-    assert optimizer._plan.lanes[0].speculation.stats().buckets_committed == 4 * 5
+    assert optimizer._plan.engines[0].speculation.stats().buckets_committed == 4 * 5
 
 
 class Log(HostLink):

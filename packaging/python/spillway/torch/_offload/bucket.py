@@ -40,11 +40,15 @@ class Bucket:
     """Parameters that are stepped together; `place` is its place in the lane. Tensors of more than `most` bytes are divided.
 
     Attributes:
-        portions: What the lane's engine steps in one call each.
-        stays: The bucket is in the tail."""
+        portions: What the engine steps in one call each.
+        stays: The bucket is in the tail.
+        speculation: The engine of a bucket that is not.
+        steps_early: The engine steps it before the verdict."""
 
     def __init__(self, lane: Any, place: int, slots: list[Slot], most: int):
         self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
+        self.speculation: Any = None
+        self.steps_early = False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
         # Elements of a piece would have the random bits of the tensor's first ones.
@@ -218,9 +222,9 @@ class Bucket:
         return [fence for fence in self._fences[portion] if fence is not None]
 
     def submit(self, portion: Portion) -> None:
-        """Has the lane's engine step a portion."""
+        """Has the engine step a portion."""
         table, held = self._rows(portion)
-        self.lane.speculation.submit_table("spw_spec_submit", portion.number, held, ctypes.addressof(table), len(table), None)
+        self.speculation.submit_table("spw_spec_submit", portion.number, held, ctypes.addressof(table), len(table), None)
 
     def _rows(self, portion: Portion) -> tuple[Any, list[Any]]:
         """The C table of a portion, and what keeps its memory."""
@@ -242,7 +246,7 @@ class Bucket:
     def is_stepped(self, portion: Portion) -> bool:
         """True if a portion is stepped and has no verdict. `publish` raises the error of a step that failed."""
         with OwnSuppressed():
-            return bool(self.lane.speculation.bucket_state(portion.number) == "speculative")
+            return bool(self.speculation.bucket_state(portion.number) == "speculative")
         return False
 
     def release(self) -> None:
@@ -295,7 +299,7 @@ class Bucket:
         # The engine completes the portions in this order.
         for portion in reversed(self.portions):
             with waiting():
-                self.lane.speculation.wait(portion.number)
+                self.speculation.wait(portion.number)
             if not is_there:
                 for link, own in self._by_link(place for place in portion.places if place not in written):
                     hosts, params = portion.pairs(own, weights, to)
@@ -317,6 +321,10 @@ class Bucket:
         """Sets the number of steps."""
         steps = [slot.parts["step"] for slot in self.slots]
         torch._foreach_copy_(steps, [torch.full_like(steps[0], number)] * len(steps))
+
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(slot.size for slot in self.slots)
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""

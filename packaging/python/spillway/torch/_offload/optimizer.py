@@ -41,6 +41,7 @@ from .._loading import before_loading
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
+from .memory import Memory, check_fits, limit_of, needed, present
 from .plan import Decision, Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
@@ -70,6 +71,7 @@ def offload(
     moment_dtype: torch.dtype | None = None,
     moment_rounding: str = "nearest",
     rounding_seed: int = 0,
+    host_memory: int | str | None = None,
     **options: Any,
 ) -> Offloaded:
     """Makes an optimizer whose master weights and moments are in host memory.
@@ -97,6 +99,9 @@ def offload(
         moment_rounding: "nearest", or "stochastic": up or down at random. Bfloat16 moments then do not stall where an update is below
             half a unit of their last place.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
+        host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
+            More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with 4
+            bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:
@@ -120,6 +125,7 @@ def offload(
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
     own["precision"] = Precision.of("offload", True, moment_dtype, moment_rounding, rounding_seed, None)
+    own["host_memory"] = limit_of(host_memory)
     if weights == "resident":
         return Offloaded(params, kind, **own, **beyond, **options)
     if model is None:
@@ -165,6 +171,7 @@ class Offloaded(torch.optim.Optimizer):
         process_group: Any,
         skip_nonfinite: bool,
         precision: Precision,
+        host_memory: int | None,
         **options: Any,
     ):
         own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
@@ -197,7 +204,10 @@ class Offloaded(torch.optim.Optimizer):
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self._grad_norm: float | None = None
         self._skipped = False
-        self._precision = precision
+        self._precision, self._host_memory = precision, host_memory
+        self._waits_in_forward = verdict == "forward"
+        # Whether steps overlap, and the bytes for their logs, of the last step.
+        self._logs: tuple[bool | None, float] = overlap, 0.0
         self._bucket_bytes, self._rule = bucket_bytes, ADAMW if own is torch.optim.AdamW else ADAM
         self._tail = tail if isinstance(tail, int) else 0
         self._search = TailSearch() if tail == "auto" else None
@@ -233,10 +243,14 @@ class Offloaded(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_group(group, self._precision)
-        except UnsupportedError:
+            check_fits(self._trained(), self._precision, self._host_memory)
+        except (UnsupportedError, InvalidArgumentError):
             self.param_groups.pop()
             raise
         self._sync_slots()
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"] if is_trained(param)]
 
     def _sync_slots(self) -> list[Slot]:
         """Makes slots and hooks for new parameters, and drops those of others. Returns the slots in the order of the groups."""
@@ -277,8 +291,7 @@ class Offloaded(torch.optim.Optimizer):
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
         if plan is None or plan.tail != self._tail or self._accumulates or self._no_overlap:
             return
-        overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
-        if not overlaps or averages_later(slot.param):
+        if not self._overlaps(slot) or averages_later(slot.param):
             return
         try:
             self._start(slot, plan)
@@ -432,13 +445,16 @@ class Offloaded(torch.optim.Optimizer):
         if not is_prepared:
             self._use_states(live)
         numbers = prepared.numbers() if prepared is not None and is_prepared else self._numbers(live)
-        if plan is None or not plan.is_of(live, numbers, others, self._tail):
+        if not is_prepared or self._logs[0] is not self.overlap:
+            self._logs = self.overlap, self._log_bytes(live)
+        log_bytes = self._logs[1]
+        if plan is None or not plan.is_of(live, numbers, others, self._tail, log_bytes):
             parts, before = self._parts(), plan
 
             def counts(slot: Slot) -> bool:
                 return parts is None or parts.count(slot.param, slot.name)
 
-            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self._tail)
+            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self._tail, log_bytes)
             if before is not None:
                 before.close()
             # The states of the tail go to its device.
@@ -487,7 +503,7 @@ class Offloaded(torch.optim.Optimizer):
             return False
         numbers = self._numbers(live)
         # The options of a lane are those of the group that it was made for.
-        if not plan.is_of(live, numbers, others, self._tail):
+        if not plan.is_of(live, numbers, others, self._tail, self._log_bytes(live)):
             return False
         return plan.stands(numbers, self._all_options(plan, numbers, self._scale), self._limit)
 
@@ -509,6 +525,18 @@ class Offloaded(torch.optim.Optimizer):
             plan.decision = decision
         else:
             self._report(decision)
+
+    def _overlaps(self, slot: Slot) -> bool:
+        """True if a step may start when backward completes this parameter."""
+        return local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
+
+    def _log_bytes(self, live: Sequence[Slot]) -> float:
+        """Bytes for the logs of steps before the verdict. A step that waits for it in `step()` needs none."""
+        if not self._waits_in_forward and not any(map(self._overlaps, live)):
+            return 0.0
+        if self._host_memory is None:
+            return math.inf
+        return max(0.0, self._host_memory - sum(needed(self._trained(), self._precision).values()))
 
     @property
     def _measures(self) -> bool:
@@ -734,6 +762,11 @@ class Offloaded(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer of offload() cannot be copied or pickled; save its state_dict()")
+
+    def memory(self) -> Memory:
+        """Bytes that the optimizer has in host memory and on devices now, by kind; without the log of a step that has no verdict."""
+        buckets = () if self._plan is None else self._plan.buckets
+        return present(self._slots.values(), (bucket.second for bucket in buckets))
 
     def exposed_seconds(self) -> float:
         """Seconds that steps have waited for buckets, since the set of parameters that have gradients last changed."""

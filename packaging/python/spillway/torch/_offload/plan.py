@@ -3,8 +3,9 @@
 A lane has the parameters of one group that are at one step number: its buckets have one set of options. The norm adds the squares of each
 lane in the order of its buckets, and then the lanes in their order.
 
-A Speculation has one thread, and steps the buckets of all lanes whose gradients have one factor. There are two at most: groups that
-maximize have the negative factor. All get the same total of squares, hence the same verdict."""
+A Speculation has one thread, and steps the buckets of all lanes whose gradients have one factor: groups that maximize have the negative
+factor. Buckets that step before the verdict, and those that wait for it because there is no memory for their log, have one each. All get the
+same total of squares, hence the same verdict."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ from .tail import Tail, tail_of
 
 #: The smallest bucket has this part of the bytes of the others.
 _SMALL = 16
+#: Bytes of log for an element that is stepped before the verdict: no step of a training has taken more.
+LOG_BYTES = 4
 #: Seconds after which a step that waits for the norm looks which portions are stepped.
 _LOOK = 0.001
 _stays, _size = attrgetter("stays"), attrgetter("size")
@@ -64,7 +67,6 @@ class Lane:
 
     Attributes:
         maximizes: The group maximizes: the factor of its gradients is negative.
-        speculation: The engine of the buckets, which that of other lanes may be too.
         tail: The buckets that stay on the device.
         options: The C options of the open round, which stay where they are.
         number: The number of the step of the open round.
@@ -76,7 +78,6 @@ class Lane:
         # Backward completes the first parameters last, and nothing hides the step of its last bucket.
         for place, (members, most) in enumerate(reversed(_cut(slots, bucket_bytes))):
             self.buckets.append(Bucket(self, place, members[::-1], most))
-        self.speculation: Any = None
         self.tail = Tail({})
         self.options, self.number = _abi.AdamOptions(), 0
         self.adam = Adam()
@@ -103,23 +104,24 @@ class Lane:
 
 
 class Engine:
-    """A Speculation of the buckets of some lanes.
+    """A Speculation of buckets of some lanes.
 
     Attributes:
         lanes: The lanes.
-        buckets: Their buckets on the host.
-        portions: The portions of these, in the order of their numbers."""
+        buckets: Buckets of theirs on the host.
+        portions: The portions of these, in the order of their numbers.
+        steps_early: The buckets step before the verdict."""
 
-    def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket]):
-        self.lanes, self.buckets = lanes, buckets
+    def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket], steps_early: bool):
+        self.lanes, self.buckets, self.steps_early = lanes, buckets, steps_early
         self.portions = [portion for bucket in buckets for portion in bucket.portions]
         # A step may write the weights of a slot at once, which parameters get once they are final: a commit then has nothing to do.
         # Without buckets it has an empty one, so that a round has a begin and an end.
-        self.speculation = Speculation(max(len(self.portions), 1), publish="staged")
+        self.speculation = Speculation(max(len(self.portions), 1), publish="staged", undo="delta" if steps_early else "none")
         # Messages name what the program has made.
         self.speculation._user = "optimizer of offload()"
-        for lane in lanes:
-            lane.speculation = self.speculation
+        for bucket in buckets:
+            bucket.speculation, bucket.steps_early = self.speculation, steps_early
         for number, portion in enumerate(self.portions):
             portion.number = number
 
@@ -144,6 +146,17 @@ class Engine:
         return result.nonfinite, {bucket: bucket.squares(of_portions) for bucket in self.buckets}
 
 
+def _with_logs(buckets: Iterable[Bucket], log_bytes: float) -> set[Bucket]:
+    """The buckets for whose logs there is memory: those that backward completes first gain most by an early step."""
+    found: set[Bucket] = set()
+    for bucket in sorted(buckets, key=attrgetter("place")):
+        log_bytes -= LOG_BYTES * bucket.elements()
+        if log_bytes < 0:
+            break
+        found.add(bucket)
+    return found
+
+
 class Decision(NamedTuple):
     """What the norm says of a step.
 
@@ -161,15 +174,23 @@ class Plan:
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
+        log_bytes: Bytes for the logs of steps before the verdict.
         started: When the first bucket of the round was on the host, by time.perf_counter(); None before.
         limit: The norm above which the round clips; 0: there is none.
         prepared: What the plan was made for; None: nothing of it is known to hold.
         decision: What the norm says; None until it is known."""
 
     def __init__(
-        self, slots: Sequence[Slot], numbers: Sequence[int], counts: Callable[[Slot], bool], others: Any, bucket_bytes: int, tail: int
+        self,
+        slots: Sequence[Slot],
+        numbers: Sequence[int],
+        counts: Callable[[Slot], bool],
+        others: Any,
+        bucket_bytes: int,
+        tail: int,
+        log_bytes: float,
     ):
-        self.tail = tail
+        self.tail, self.log_bytes = tail, log_bytes
         self.started: float | None = None
         self.slots, self.others, self.limit = list(slots), others, 0.0
         self.prepared: Any = None
@@ -179,9 +200,12 @@ class Plan:
         self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
         hosts = {lane: lane.open(kept) for lane, kept in zip(self.lanes, tail_of(self.lanes, tail))}
         self.engines: list[Engine] = []
+        early = _with_logs([bucket for own in hosts.values() for bucket in own], log_bytes)
         for sign in dict.fromkeys(lane.maximizes for lane in self.lanes):
             own = [lane for lane in self.lanes if lane.maximizes is sign]
-            self.engines.append(Engine(own, [bucket for lane in own for bucket in hosts[lane]]))
+            buckets = [bucket for lane in own for bucket in hosts[lane]]
+            for steps_early in dict.fromkeys([bucket in early for bucket in buckets]) or [False]:
+                self.engines.append(Engine(own, [bucket for bucket in buckets if (bucket in early) is steps_early], steps_early))
         self._layout = self._layout_of(self.slots, numbers)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -204,9 +228,10 @@ class Plan:
         """The bucket of a parameter; None if it has none."""
         return self._of.get(slot)
 
-    def is_of(self, slots: Sequence[Slot], numbers: Sequence[int], others: Any, tail: int) -> bool:
-        """True if the plan is that of these parameters at their step numbers, of these processes, and of this tail."""
-        return others is self.others and tail == self.tail and self._layout == self._layout_of(slots, numbers)
+    def is_of(self, slots: Sequence[Slot], numbers: Sequence[int], others: Any, tail: int, log_bytes: float) -> bool:
+        """True if the plan is that of these parameters at their step numbers, of these processes, this tail, and this memory for logs."""
+        same = others is self.others and (tail, log_bytes) == (self.tail, self.log_bytes)
+        return same and self._layout == self._layout_of(slots, numbers)
 
     def begin(self, numbers: Sequence[int], options: list[Any], max_norm: float) -> None:
         """Opens a round of the parameters' steps with these numbers, with the C options of each lane.
@@ -251,7 +276,7 @@ class Plan:
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
             self._starting.call(fences, self._send, bucket, portion)
             self._publishing.clear()
-        if early and self._makes_second(bucket):
+        if early and bucket.steps_early and self._makes_second(bucket):
             self._stepping += ((bucket, portion) for portion in bucket.portions)
             self._bring()
 

@@ -64,6 +64,10 @@ class Second:
             own = [place for place in wanted if place in members]
             link.place_all([to[place] for place in own], [self._memory[place] for place in own], self._fences[link])
 
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return sum(tensor.nbytes for tensor in self._memory)
+
     def free(self) -> None:
         """Frees the memory, whose copies are not used any more."""
         self._memory = []

@@ -11,7 +11,7 @@ import torch
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
-from .._states import MASTER, Precision, check_not_split, is_count
+from .._states import MASTER, MOMENTS, Precision, check_not_split, is_count
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +28,16 @@ def grow_versions(slots: Iterable[Slot]) -> None:
     params = [slot.param for slot in slots]
     owns = locals_of(params)
     torch.autograd.graph.increment_version(params if owns is params else [*params, *owns])
+
+
+def state_names(param: torch.Tensor) -> tuple[str, ...]:
+    """The tensors of the state of a parameter, without the step count."""
+    return MOMENTS if param.dtype is torch.float32 else (*MOMENTS, MASTER)
+
+
+def moment_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of the moments."""
+    return precision.moment_dtype or torch.float32
 
 
 class Slot:
@@ -128,10 +138,10 @@ class Slot:
         return sum(self._dtype(name).itemsize for name in self._names()) * local(self.param).numel()
 
     def _names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", MASTER)
+        return state_names(self.param)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name == MASTER else self.precision.moment_dtype or torch.float32
+        return torch.float32 if name == MASTER else moment_dtype(self.precision)
 
     @property
     def _home(self) -> torch.device:

@@ -1,0 +1,142 @@
+"""Host memory of offload(): its limit, what memory() tells, and logs for steps before the verdict."""
+
+import re
+
+import pytest
+import torch
+
+import spillway.torch as own
+from spillway.errors import InvalidArgumentError
+from spillway.torch._offload import plan as plans
+
+BF16 = torch.bfloat16
+ELEMENTS = 8 * 1000
+
+
+def params(dtype=BF16, count=8):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(1000).to(dtype)) for _ in range(count)]
+
+
+def train(params, optimizer, steps=4, big=()):
+    for step in range(steps):
+        sum((param.float() - 1).square().sum() for param in params).mul(100.0 if step in big else 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def offload(given, **options):
+    return own.offload(given, torch.optim.AdamW, lr=1e-2, **{"bucket_bytes": 1, **options})
+
+
+def logged(optimizer):
+    return sum(bucket.steps_early for bucket in optimizer._plan.buckets)
+
+
+@pytest.mark.parametrize(("dtype", "moments", "each"), [(BF16, None, 16), (BF16, BF16, 12), (torch.float32, None, 16), (torch.float32, BF16, 12)])
+def test_memory_tells_the_documented_bytes(dtype, moments, each):
+    ours = params(dtype)
+    optimizer = offload(ours, moment_dtype=moments)
+    assert sum(optimizer.memory().host.values()) == 0
+    train(ours, optimizer, 1)
+    memory = optimizer.memory()
+    assert sum(memory.host.values()) == each * ELEMENTS and sum(memory.device.values()) == 0
+    assert memory.host["moments"] == (4 if moments else 8) * ELEMENTS
+    assert memory.host["masters"] == (4 if dtype is BF16 else 0) * ELEMENTS
+
+
+def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(InvalidArgumentError) as refused:
+        offload(params(), host_memory=100_000)
+    text = str(refused.value)
+    assert "need 128000 bytes of host memory (gradients 16000 bytes, weights 16000 bytes, moments 64000 bytes, masters 32000 bytes)" in text
+    assert "host_memory is 100000 bytes; nothing was allocated" in text
+    assert "With moment_dtype=torch.bfloat16 they need 96000 bytes, which fits" in text and "tier=" in text
+    with pytest.raises(InvalidArgumentError, match="96000 bytes, which is too much as well"):
+        offload(params(), host_memory=90_000)
+    with pytest.raises(InvalidArgumentError) as refused:
+        offload(params(), host_memory=90_000, moment_dtype=BF16)
+    assert "moment_dtype" not in str(refused.value)
+
+
+def test_a_group_that_does_not_fit_is_not_added():
+    ours = params()
+    optimizer = offload(ours, host_memory=130_000)
+    with pytest.raises(InvalidArgumentError, match="host_memory"):
+        optimizer.add_param_group({"params": params()})
+    assert len(optimizer.param_groups) == 1
+    train(ours, optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3), requires_grad=False)]})
+
+
+def test_frozen_parameters_need_no_memory():
+    ours = params()
+    for param in ours[1:]:
+        param.requires_grad_(False)
+    offload(ours, host_memory=16_000)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "all"])
+def test_a_limit_is_a_number_of_bytes(wrong):
+    with pytest.raises(InvalidArgumentError, match=f"host_memory is {re.escape(repr(wrong))}; pass a number of bytes, 'auto'"):
+        offload(params(), host_memory=wrong)
+
+
+def test_auto_is_what_the_system_has_left():
+    ours = params()
+    optimizer = offload(ours, host_memory="auto", overlap=True)
+    train(ours, optimizer)
+    with open("/proc/meminfo") as info:
+        total = next(int(line.split()[1]) for line in info if line.startswith("MemTotal:")) * 1024
+    assert 1 << 20 < optimizer._host_memory <= total and logged(optimizer) == 8
+
+
+@pytest.mark.parametrize("big", [(), (2, 3)], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("room", [0, 1, 3, 7, 8, None])
+def test_buckets_without_room_for_a_log_wait_for_the_verdict_with_the_same_bits(room, big):
+    ours, theirs = params(), params()
+    limit = None if room is None else 16 * ELEMENTS + room * 1000 * plans.LOG_BYTES
+    mine = offload(ours, host_memory=limit, overlap=True, max_norm=2000.0)
+    plain = own.AdamW(theirs, lr=1e-2, master="f32", max_norm=2000.0)
+    train(ours, mine, big=big)
+    train(theirs, plain, big=big)
+    assert all(map(torch.equal, ours, theirs))
+    assert all(torch.equal(mine.state[a]["master_param"], plain.state[b]["master_param"]) for a, b in zip(ours, theirs))
+    assert logged(mine) == (8 if room is None else room)
+    # Backward completes the last parameter first.
+    early = [bucket.steps_early for bucket in mine._plan.lanes[0].buckets]
+    assert early == sorted(early, reverse=True)
+    counts = [engine.speculation.stats() for engine in mine._plan.engines]
+    assert sum(count.buckets_speculated for count in counts if count.buckets_spared == 0) <= 4 * logged(mine)
+
+
+def test_a_step_that_does_not_overlap_has_no_log():
+    for options, expected in [({"overlap": False}, 0), ({}, 0), ({"overlap": True}, 8)]:
+        ours = params()
+        optimizer = offload(ours, max_norm=1.0, **options)
+        train(ours, optimizer)
+        assert logged(optimizer) == expected
+        assert all(engine.speculation.stats().buckets_speculated == 0 for engine in optimizer._plan.engines) is (expected == 0)
+
+
+def test_a_program_may_turn_overlap_on_and_off():
+    ours, theirs = params(), params()
+    optimizer, plain = offload(ours, overlap=False, max_norm=1e9), own.AdamW(theirs, lr=1e-2, master="f32", max_norm=1e9)
+    for overlap, expected in [(False, 0), (True, 8), (False, 0)]:
+        optimizer.overlap = overlap
+        train(ours, optimizer, 2)
+        train(theirs, plain, 2)
+        assert logged(optimizer) == expected
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_step_that_the_next_forward_completes_has_a_log():
+    model = torch.nn.Linear(10, 10)
+    optimizer = offload(model, verdict="forward", overlap=False, max_norm=1.0)
+    for _ in range(3):
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.settle()
+    assert logged(optimizer) == 2

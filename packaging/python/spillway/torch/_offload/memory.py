@@ -1,0 +1,88 @@
+"""Bytes of memory of offload(): what its parameters need on the host, whether a limit allows it, and what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import _pinned
+from ...errors import InvalidArgumentError
+from .._states import MASTER, Precision
+from .._tensors import local
+from .slot import Slot, moment_dtype, state_names
+
+_GIB = float(1 << 30)
+_KINDS = ("gradients", "weights", "moments", "masters")
+
+
+class Memory(NamedTuple):
+    """Bytes by kind, without the log of a step that has no verdict, and without parameters and their gradients on a device.
+
+    Attributes:
+        host: "gradients", "weights", "moments", "masters".
+        device: "second copies" of weights, and "moments" and "masters" of the tail."""
+
+    host: dict[str, int]
+    device: dict[str, int]
+
+
+def limit_of(host_memory: int | str | None) -> int | None:
+    """The bytes that `host_memory` allows; None: any number.
+
+    Raises:
+        InvalidArgumentError: It is neither a number of bytes nor "auto"."""
+    if host_memory == "auto" and isinstance(host_memory, str):
+        return _pinned.unused_bytes()
+    if host_memory is not None and (type(host_memory) is not int or host_memory < 1):
+        raise InvalidArgumentError(f"offload: host_memory is {host_memory!r}; pass a number of bytes, 'auto', or None for no limit")
+    return host_memory
+
+
+def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, int]:
+    """Bytes of host memory for these parameters, by kind."""
+    found = dict.fromkeys(_KINDS, 0)
+    for param in params:
+        elements = local(param).numel()
+        found["gradients"] += elements * param.element_size()
+        found["weights"] += elements * param.element_size()
+        found["moments"] += elements * 2 * moment_dtype(precision).itemsize
+        found["masters"] += elements * torch.float32.itemsize * (MASTER in state_names(param))
+    return found
+
+
+def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int | None) -> None:
+    """Raises InvalidArgumentError if these parameters need more host memory than the limit."""
+    kinds = needed(params, precision)
+    total = sum(kinds.values())
+    if limit is None or total <= limit:
+        return
+    told = ", ".join(f"{name} {_size(size)}" for name, size in kinds.items() if size)
+    cure = "Pass states on disks: spillway.torch.AdamW(..., tier=..., overlap=True)"
+    narrow = sum(needed(params, precision._replace(moment_dtype=torch.bfloat16)).values())
+    if narrow < total and not any(param.dtype is torch.float16 for param in params):
+        fits = "which fits" if narrow <= limit else "which is too much as well"
+        cure = f"With moment_dtype=torch.bfloat16 they need {_size(narrow)}, {fits}. {cure}"
+    raise InvalidArgumentError(
+        f"offload: the parameters need {_size(total)} of host memory ({told}), and host_memory is {_size(limit)}; nothing was allocated. "
+        f"{cure}"
+    )
+
+
+def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
+    """The memory of these parameters, and of second copies."""
+    host, device = dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS[2:], 0)
+    for slot in slots:
+        if not slot.stays:
+            host["gradients"] += slot.grad.nbytes
+            host["weights"] += slot.weights.nbytes
+        for name, part in slot.parts.items():
+            if name != "step":
+                where = host if part.is_cpu else device
+                where["masters" if name == MASTER else "moments"] += part.nbytes
+    return Memory(host, {"second copies": sum(second.nbytes() for second in seconds), **device})
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= 1 << 24 else f"{size} bytes"

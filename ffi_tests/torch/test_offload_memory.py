@@ -33,16 +33,25 @@ def logged(optimizer):
     return sum(bucket.steps_early for bucket in optimizer._plan.buckets)
 
 
-@pytest.mark.parametrize(("dtype", "moments", "each"), [(BF16, None, 16), (BF16, BF16, 12), (torch.float32, None, 16), (torch.float32, BF16, 12)])
-def test_memory_tells_the_documented_bytes(dtype, moments, each):
+CASES = [
+    (BF16, None, "f32", 16),
+    (BF16, BF16, "f32", 12),
+    (BF16, BF16, "split", 10),
+    (torch.float32, None, "f32", 16),
+    (torch.float32, BF16, "f32", 12),
+]
+
+
+@pytest.mark.parametrize(("dtype", "moments", "master", "each"), CASES)
+def test_memory_tells_the_documented_bytes(dtype, moments, master, each):
     ours = params(dtype)
-    optimizer = offload(ours, moment_dtype=moments)
+    optimizer = offload(ours, moment_dtype=moments, master=master)
     assert sum(optimizer.memory().host.values()) == 0
     train(ours, optimizer, 1)
     memory = optimizer.memory()
     assert sum(memory.host.values()) == each * ELEMENTS and sum(memory.device.values()) == 0
     assert memory.host["moments"] == (4 if moments else 8) * ELEMENTS
-    assert memory.host["masters"] == (4 if dtype is BF16 else 0) * ELEMENTS
+    assert memory.host["masters"] == {"f32": 4, "split": 2}[master] * ELEMENTS * (dtype is BF16)
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch):
@@ -53,10 +62,12 @@ def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch):
     assert "need 128000 bytes of host memory (gradients 16000 bytes, weights 16000 bytes, moments 64000 bytes, masters 32000 bytes)" in text
     assert "host_memory is 100000 bytes; nothing was allocated" in text
     assert "With moment_dtype=torch.bfloat16 they need 96000 bytes, which fits" in text and "tier=" in text
-    with pytest.raises(InvalidArgumentError, match="96000 bytes, which is too much as well"):
+    with pytest.raises(InvalidArgumentError, match="With moment_dtype=torch.bfloat16 and master='split' they need 80000 bytes, which fits"):
         offload(params(), host_memory=90_000)
+    with pytest.raises(InvalidArgumentError, match="80000 bytes, which is too much as well"):
+        offload(params(), host_memory=70_000, moment_dtype=BF16)
     with pytest.raises(InvalidArgumentError) as refused:
-        offload(params(), host_memory=90_000, moment_dtype=BF16)
+        offload(params(), host_memory=70_000, moment_dtype=BF16, master="split")
     assert "moment_dtype" not in str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""Bfloat16 moments of offload(): the bits of AdamW with the same moments, on every way of a step, and their bytes."""
+"""Narrow states of offload(): the bits of AdamW with the same moments and masters, on every way of a step."""
 
 import pytest
 import torch
@@ -9,7 +9,15 @@ from spillway.errors import InvalidArgumentError, UnsupportedError
 BF16, F32 = torch.bfloat16, torch.float32
 NEAREST = {"moment_dtype": BF16}
 STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_seed": 5}
-KINDS = pytest.mark.parametrize("kind", [NEAREST, STOCHASTIC], ids=["nearest", "stochastic"])
+SPLIT = {"master": "split"}
+NARROW = {
+    "nearest": NEAREST,
+    "stochastic": STOCHASTIC,
+    "split": SPLIT,
+    "split nearest": SPLIT | NEAREST,
+    "split random": SPLIT | STOCHASTIC,
+}
+KINDS = pytest.mark.parametrize("kind", NARROW.values(), ids=NARROW)
 
 
 def model(dtype=BF16, wide=64):
@@ -47,19 +55,20 @@ def test_a_training_has_the_bits_of_adamw_with_these_moments(kind, dtype, big, o
     ours, theirs = model(dtype), model(dtype)
     # A bucket is smaller than the largest tensor, which is divided unless rounding is random.
     mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=2.0, overlap=overlap, bucket_bytes=1 << 13, **kind)
-    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, master="f32", **kind)
+    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, **({"master": "f32"} | kind))
     train(ours, mine, big=big)
     train(theirs, plain, big=big)
     assert bool(big) is (mine._plan.engines[0].speculation.stats().redos > 0) or not overlap
     assert same(ends(ours, mine), ends(theirs, plain))
-    assert mine.state[next(ours.parameters())]["exp_avg"].dtype is BF16
+    state = mine.state[next(ours.parameters())]
+    assert state["exp_avg"].dtype is kind.get("moment_dtype", F32) and ("master_low" in state) is (dtype is BF16 and "master" in kind)
 
 
 @KINDS
 def test_the_next_forward_completes_a_step(kind):
     ours, theirs = model(), model()
     mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=2.0, verdict="forward", overlap=True, **kind)
-    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, master="f32", **kind)
+    plain = own.AdamW(theirs.parameters(), lr=1e-2, max_norm=2.0, **({"master": "f32"} | kind))
     train(ours, mine, big=(3,))
     train(theirs, plain, big=(3,))
     mine.settle()
@@ -77,8 +86,8 @@ def test_a_tail_has_the_same_bits(dtype):
 
 
 def test_torchs_operations_on_a_tail_round_the_moments_once():
-    from spillway.torch._offload.tail import HostKernels, TorchKernels
     from spillway.optim import Adam
+    from spillway.torch._offload.tail import HostKernels, TorchKernels
 
     torch.manual_seed(3)
     rows = [[torch.randn(100), torch.randn(100, dtype=BF16), torch.randn(100).to(BF16), torch.rand(100).to(BF16)] for _ in range(2)]
@@ -150,3 +159,74 @@ def test_what_is_not_served_is_refused_by_name():
 def test_the_optimizer_shows_its_moments():
     text = repr(own.offload(model(), torch.optim.AdamW, **STOCHASTIC))
     assert all(line in text for line in ("moment_dtype: torch.bfloat16", "moment_rounding: stochastic", "rounding_seed: 5"))
+
+
+def test_low_bits_stay_where_the_program_does_not_write():
+    ours, theirs = model(), model()
+    mine, plain = own.offload(ours, torch.optim.AdamW, lr=1e-2, **SPLIT), own.AdamW(theirs.parameters(), lr=1e-2, **SPLIT)
+    for one, optimizer in ((ours, mine), (theirs, plain)):
+        train(one, optimizer, 3)
+        first, second, *_ = one.parameters()
+        first.data[3] = 0.25
+        kept = second.detach().clone()
+        second.data.fill_(7.0)
+        optimizer.state_dict()
+        second.data.copy_(kept)
+        train(one, optimizer, 3)
+    assert same(ends(ours, mine), ends(theirs, plain))
+
+
+def test_a_state_dict_has_no_low_bits_of_weights_that_were_replaced():
+    ours, theirs = model(), model()
+    mine, plain = own.offload(ours, torch.optim.AdamW, lr=1e-2, **SPLIT), own.AdamW(theirs.parameters(), lr=1e-2, **SPLIT)
+    found = []
+    for one, optimizer in ((ours, mine), (theirs, plain)):
+        train(one, optimizer, 3)
+        first = next(iter(one.parameters()))
+        first.data[3] = 0.25
+        found.append([state["master_low"].clone() for state in optimizer.state_dict()["state"].values()])
+        assert bool(found[-1][1].any())
+    assert same(*found) and not found[0][0][3].any()
+
+
+def test_low_bits_that_a_checkpoint_writes_in_place_count():
+    ours, theirs = model(), model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    other = own.offload(theirs, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    train(ours, mine, 3)
+    train(theirs, other, 5)
+    with torch.no_grad():
+        for to, source in zip(theirs.parameters(), ours.parameters()):
+            to.copy_(source)
+    into = other.state_dict()["state"]
+    for number, state in mine.state_dict()["state"].items():
+        for name, value in state.items():
+            into[number][name].copy_(value)
+    train(ours, mine, 3)
+    train(theirs, other, 3)
+    assert same(ends(ours, mine), ends(theirs, other))
+
+
+def test_masters_of_both_kinds_load_into_each_other():
+    ours = model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2)
+    train(ours, mine, 3)
+    theirs = model()
+    theirs.load_state_dict(ours.state_dict())
+    other = own.offload(theirs, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    other.load_state_dict(mine.state_dict())
+    train(ours, mine, 2)
+    train(theirs, other, 2)
+    assert same([*ours.parameters()], [*theirs.parameters()])
+    back = own.offload(model(), torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(InvalidArgumentError, match="has a split master"):
+        back.load_state_dict(other.state_dict())
+
+
+def test_parameters_that_a_split_master_cannot_have_are_refused():
+    with pytest.raises(UnsupportedError, match="float16, and master='split' is for bfloat16"):
+        own.offload(model(torch.float16), torch.optim.AdamW, **SPLIT)
+    with pytest.raises(UnsupportedError, match="master is 'split', and tail is 'auto'"):
+        own.offload(model(), torch.optim.AdamW, tail="auto", **SPLIT)
+    with pytest.raises(InvalidArgumentError, match="master is 'half'"):
+        own.offload(model(), torch.optim.AdamW, master="half")

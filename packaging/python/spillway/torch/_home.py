@@ -26,7 +26,7 @@ from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ._low_bits import Aside, Note, first_note, settle, settle_aside
+from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
 from ._norm import part_of
 from ._states import LOW, MASTER, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
@@ -458,9 +458,7 @@ class Memory(Home):
 
     def _put_back(self, states: Any) -> None:
         aside, self._aside = self._aside, {}
-        for param, one in aside.items():
-            if one.is_of(states.get(param)):
-                one.put_back()
+        put_back(aside, states)
 
     def _notes(self) -> dict[torch.Tensor, Note]:
         """All notes; those of the present table come last, as they are newer."""

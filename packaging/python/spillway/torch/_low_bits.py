@@ -10,7 +10,7 @@ does, its low bits count: the sums are forgotten, which a sum of 0 tells the lib
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ._states import LOW, version_of_low
 from ._tensors import CODES, has_memory, local
 
 #: Elements of a block, as spw_tensor.low_sums has them.
-_BLOCK = 4096
+BLOCK = 4096
 
 
 class Note(NamedTuple):
@@ -82,7 +82,7 @@ class Aside(NamedTuple):
 
 def first_note(state: dict[str, Any]) -> Note:
     """The note of low bits that count."""
-    blocks = -(-local(state[LOW]).numel() // _BLOCK)
+    blocks = -(-local(state[LOW]).numel() // BLOCK)
     return Note.of(state, torch.zeros(blocks, dtype=torch.int64, device="cpu"))
 
 
@@ -115,6 +115,13 @@ def settle_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tenso
         if not torch.equal(local(before.low), local(note.low)):
             found[param] = Aside(note, before)
     return found
+
+
+def put_back(asides: Mapping[torch.Tensor, Aside], states: Mapping[torch.Tensor, Any]) -> None:
+    """Takes back the settling of parameters whose states, in `states`, have these low bits."""
+    for param, one in asides.items():
+        if one.is_of(states.get(param)):
+            one.put_back()
 
 
 def pointer_to(sums: torch.Tensor | None) -> Any:

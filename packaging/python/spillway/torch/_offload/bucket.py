@@ -23,6 +23,7 @@ from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sum
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
+from .._low_bits import pointer_to
 from .._norm import part_of
 from .._states import MASTER, with_values
 from .._tensors import DTensor, local, locals_of
@@ -230,12 +231,16 @@ class Bucket:
         """The C table of a portion, and what keeps its memory."""
         # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
         rows = portion.rows(self.slots) if portion.is_piece else self._memory_of_slots()[0][portion]
-        addresses = [*map(_data_ptr, chain.from_iterable(rows))]
+        split = [self.slots[place].split(portion.start) for place in portion.places]
+        addresses = [*map(_data_ptr, chain(chain.from_iterable(rows), chain.from_iterable(split)))]
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
             table, held = tensor_table(self.lane.adam, rows)
-            for row, place in zip(table, portion.places):
+            for row, place, part in zip(table, portion.places, split):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
+                if part:
+                    row.param_low, row.low_sums = part[0].data_ptr(), pointer_to(part[1])
+            held = [*held, split]
             found = self._tables[portion] = addresses, table, held
         return found[1:]
 

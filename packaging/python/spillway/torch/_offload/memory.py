@@ -9,9 +9,9 @@ import torch
 
 from ... import _pinned
 from ...errors import InvalidArgumentError
-from .._states import MASTER, Precision
+from .._states import MOMENTS, Precision
 from .._tensors import local
-from .slot import Slot, moment_dtype, state_names
+from .slot import Slot, state_dtypes
 
 _GIB = float(1 << 30)
 _KINDS = ("gradients", "weights", "moments", "masters")
@@ -47,8 +47,8 @@ def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, in
         elements = local(param).numel()
         found["gradients"] += elements * param.element_size()
         found["weights"] += elements * param.element_size()
-        found["moments"] += elements * 2 * moment_dtype(precision).itemsize
-        found["masters"] += elements * torch.float32.itemsize * (MASTER in state_names(param))
+        for name, dtype in state_dtypes(param, precision).items():
+            found[_kind(name)] += elements * dtype.itemsize
     return found
 
 
@@ -60,10 +60,15 @@ def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int 
         return
     told = ", ".join(f"{name} {_size(size)}" for name, size in kinds.items() if size)
     cure = "Pass states on disks: spillway.torch.AdamW(..., tier=..., overlap=True)"
-    narrow = sum(needed(params, precision._replace(moment_dtype=torch.bfloat16)).values())
-    if narrow < total and not any(param.dtype is torch.float16 for param in params):
-        fits = "which fits" if narrow <= limit else "which is too much as well"
-        cure = f"With moment_dtype=torch.bfloat16 they need {_size(narrow)}, {fits}. {cure}"
+    narrow = [
+        ("moment_dtype=torch.bfloat16", precision._replace(moment_dtype=torch.bfloat16)),
+        ("moment_dtype=torch.bfloat16 and master='split'", precision._replace(moment_dtype=torch.bfloat16, master="split")),
+    ]
+    for said, other in narrow if all(param.dtype is not torch.float16 for param in params) else ():
+        size = sum(needed(params, other).values())
+        if size < total and (size <= limit or other is narrow[-1][1]):
+            cure = f"With {said} they need {_size(size)}, {'which fits' if size <= limit else 'which is too much as well'}. {cure}"
+            break
     raise InvalidArgumentError(
         f"offload: the parameters need {_size(total)} of host memory ({told}), and host_memory is {_size(limit)}; nothing was allocated. "
         f"{cure}"
@@ -80,8 +85,12 @@ def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
         for name, part in slot.parts.items():
             if name != "step":
                 where = host if part.is_cpu else device
-                where["masters" if name == MASTER else "moments"] += part.nbytes
+                where[_kind(name)] += part.nbytes
     return Memory(host, {"second copies": sum(second.nbytes() for second in seconds), **device})
+
+
+def _kind(name: str) -> str:
+    return "moments" if name in MOMENTS else "masters"
 
 
 def _size(size: int) -> str:

@@ -38,6 +38,7 @@ from ...swap import UNROUNDED
 from .. import _norm
 from .._keywords import check_keywords
 from .._loading import before_loading
+from .._low_bits import Aside, put_back, settle_aside
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
@@ -71,6 +72,7 @@ def offload(
     moment_dtype: torch.dtype | None = None,
     moment_rounding: str = "nearest",
     rounding_seed: int = 0,
+    master: str = "f32",
     host_memory: int | str | None = None,
     **options: Any,
 ) -> Offloaded:
@@ -99,14 +101,17 @@ def offload(
         moment_rounding: "nearest", or "stochastic": up or down at random. Bfloat16 moments then do not stall where an update is below
             half a unit of their last place.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
+        master: "f32": a 16-bit parameter has a float32 master in its state. "split": the master of a bfloat16 parameter is the
+            parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward,
+            and the step follows the verdict, because it cannot be rolled back.
         host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
             More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with 4
             bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:
-        A torch.optim.Optimizer. Its state_dict is that of `kind`, with moments of `moment_dtype`, by default float32, and a float32
-        "master_param" for a 16-bit parameter.
+        A torch.optim.Optimizer. Its state_dict is that of `kind`, with moments of `moment_dtype`, by default float32. A 16-bit parameter
+        has a float32 "master_param", or its low bits "master_low".
 
     Raises:
         InvalidArgumentError: An argument has a wrong value.
@@ -124,7 +129,7 @@ def offload(
         raise InvalidArgumentError("offload: device is for weights='flow' and 'auto'; move the model, or pass weights")
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
-    own["precision"] = Precision.of("offload", True, moment_dtype, moment_rounding, rounding_seed, None)
+    own["precision"] = Precision.of("offload", True, moment_dtype, moment_rounding, rounding_seed, master)
     own["host_memory"] = limit_of(host_memory)
     if weights == "resident":
         return Offloaded(params, kind, **own, **beyond, **options)
@@ -194,11 +199,12 @@ class Offloaded(torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"
             )
-        if precision.stochastic and tail:
-            raise UnsupportedError(
-                f"offload: moment_rounding is 'stochastic', and tail is {tail!r}, whose steps share their options; pass tail=0, or "
-                "moment_rounding='nearest'"
-            )
+        for said, beside, instead in (
+            ("moment_rounding is 'stochastic'", precision.stochastic, "moment_rounding='nearest'"),
+            ("master is 'split'", precision.master == "split", "master='f32'"),
+        ):
+            if beside and tail:
+                raise UnsupportedError(f"offload: {said}, and tail is {tail!r}, whose steps do not serve it; pass tail=0, or {instead}")
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
@@ -208,6 +214,8 @@ class Offloaded(torch.optim.Optimizer):
         self._waits_in_forward = verdict == "forward"
         # Whether steps overlap, and the bytes for their logs, of the last step.
         self._logs: tuple[bool | None, float] = overlap, 0.0
+        # Low bits that were settled since the last step.
+        self._aside: dict[torch.Tensor, Aside] = {}
         self._bucket_bytes, self._rule = bucket_bytes, ADAMW if own is torch.optim.AdamW else ADAM
         self._tail = tail if isinstance(tail, int) else 0
         self._search = TailSearch() if tail == "auto" else None
@@ -426,6 +434,8 @@ class Offloaded(torch.optim.Optimizer):
 
     def _submit(self, scale: float, others: Any) -> None:
         """Has all buckets stepped."""
+        if self._aside:
+            self._put_back()
         plan = self._plan
         prepared = plan.prepared if plan is not None else None
         is_prepared = prepared is not None and prepared.holds(self.param_groups, self._states)
@@ -532,7 +542,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _log_bytes(self, live: Sequence[Slot]) -> float:
         """Bytes for the logs of steps before the verdict. A step that waits for it in `step()` needs none."""
-        if not self._waits_in_forward and not any(map(self._overlaps, live)):
+        if self._precision.master == "split" or not (self._waits_in_forward or any(map(self._overlaps, live))):
             return 0.0
         if self._host_memory is None:
             return math.inf
@@ -708,7 +718,22 @@ class Offloaded(torch.optim.Optimizer):
         a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
         self._interrupt()
         self._no_overlap = True
+        without_gradients(self._settle_low_bits)
         return super().state_dict()
+
+    def _settle_low_bits(self) -> None:
+        """Makes low bits zero where the program has written to parameters: a state dict does not have the parameters to tell that."""
+        self._put_back()
+        notes = []
+        for slot in self._slots.values():
+            if slot.note is not None and slot.note.is_of(self._states.get(slot.param)):
+                slot.note = slot.note.present()
+                notes.append((slot.param, slot.note))
+        self._aside = settle_aside(notes)
+
+    def _put_back(self) -> None:
+        aside, self._aside = self._aside, {}
+        put_back(aside, self._states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's. Moments get the dtype of `moment_dtype`, and masters become float32, in host
@@ -753,8 +778,9 @@ class Offloaded(torch.optim.Optimizer):
         try:
             head, rest = super().__repr__().split("\n", 1)
             told = {**{name: getattr(self, name) for name in names}, "tail": self._tail, "closed": self._closed}
-            dtype, is_random, seed, _ = self._precision
+            dtype, is_random, seed, master = self._precision
             told |= {"moment_dtype": dtype, "moment_rounding": "stochastic" if is_random else "", "rounding_seed": seed}
+            told |= {"master": "" if master == "f32" else master, "host_memory": self._host_memory}
         except Exception:
             return f"<{type(self).__name__} not constructed>"
         lines = [f"    {name}: {value}" for name, value in told.items() if name == "max_norm" or value]
@@ -801,6 +827,8 @@ def _check_group(group: dict[str, Any], precision: Precision) -> None:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
         if param.dtype is torch.float16 and precision.moment_dtype is torch.bfloat16:
             raise UnsupportedError(f"offload: a parameter is float16: {UNROUNDED}")
+        if param.dtype is torch.float16 and precision.master == "split":
+            raise UnsupportedError("offload: a parameter is float16, and master='split' is for bfloat16; pass master='f32'")
         if param.is_meta:
             raise UnsupportedError("offload: a parameter has no memory yet; make the optimizer after model.to_empty(), which replaces it")
         if is_partial(param):

@@ -4,8 +4,8 @@ A lane has the parameters of one group that are at one step number: its buckets 
 lane in the order of its buckets, and then the lanes in their order.
 
 A Speculation has one thread, and steps the buckets of all lanes whose gradients have one factor: groups that maximize have the negative
-factor. Buckets that step before the verdict, and those that wait for it because there is no memory for their log, have one each. All get the
-same total of squares, hence the same verdict."""
+factor. Buckets that step before the verdict, and those that wait for it because there is no memory for their log, have one each. All get
+the same total of squares, hence the same verdict."""
 
 from __future__ import annotations
 

@@ -41,6 +41,11 @@ class Portion:
         """True if the portion has a piece of one parameter."""
         return self._piece is not None
 
+    @property
+    def start(self) -> int:
+        """The first element that it has of each parameter."""
+        return 0 if self._piece is None else self._piece[0]
+
     def rows(self, slots: Sequence[Slot]) -> list[tuple[Any, ...]]:
         """The arrays of each row, for the slots of the bucket."""
         rows = [slots[place].row() for place in self.places]

@@ -11,7 +11,8 @@ import torch
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
-from .._states import MASTER, MOMENTS, Precision, check_not_split, is_count
+from .._low_bits import BLOCK, Note, first_note
+from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,19 +31,15 @@ def grow_versions(slots: Iterable[Slot]) -> None:
     torch.autograd.graph.increment_version(params if owns is params else [*params, *owns])
 
 
-def state_names(param: torch.Tensor) -> tuple[str, ...]:
-    """The tensors of the state of a parameter, without the step count."""
-    return MOMENTS if param.dtype is torch.float32 else (*MOMENTS, MASTER)
-
-
-def moment_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of the moments."""
-    return precision.moment_dtype or torch.float32
+def state_dtypes(param: torch.Tensor, precision: Precision) -> dict[str, torch.dtype]:
+    """The tensors of the state of a parameter, without the step count, and their dtypes."""
+    found = dict.fromkeys(MOMENTS, precision.moment_dtype or torch.float32)
+    return found if param.dtype is torch.float32 else {**found, **dict([precision.master_state])}
 
 
 class Slot:
-    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, the master in float32, and moments in
-    float32 or bfloat16. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments in float32 or bfloat16, and the
+    master in float32, or its low bits. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
 
     Attributes:
         precision: The dtype of the moments, and how they are rounded.
@@ -53,9 +50,11 @@ class Slot:
         parts: The tensors of the state, those of DTensors by their part.
         uses: How often memory or state has changed: what was noted with the same number is valid.
         size: Number of elements for which there is memory.
-        then: Of a parameter of the tail: its facts when its gradient was taken."""
+        then: Of a parameter of the tail: its facts when its gradient was taken.
+        note: The sums that tell which low bits of a split master count; None: the master is not split."""
 
     then: tuple[Any, ...] | None = None
+    note: Note | None = None
 
     def __init__(self, param: torch.Tensor, number: int, precision: Precision):
         self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
@@ -69,7 +68,7 @@ class Slot:
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
-        return {name: self._floats(name) for name in self._names()}
+        return {name: self._first(name) for name in self._dtypes()}
 
     def use(self, state: dict[str, Any]) -> None:
         """Steps this state from now on; the weights are those of the parameter.
@@ -85,18 +84,22 @@ class Slot:
                 self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
             # Last: after a signal handler that raises, the next step does all of it again.
             self._kind = self._present()
-        if MASTER not in self._names():
-            state.pop(MASTER, None)
-        elif MASTER not in state:
-            state[MASTER] = self._floats(MASTER)
-        for name in (*self._names(), "step"):
+        names = [*self._dtypes()]
+        for name in (MASTER, LOW):
+            if name not in names:
+                state.pop(name, None)
+            elif name not in state:
+                state[name] = self._first(name)
+        for name in (*names, "step"):
             self._check(name, state.get(name))
-        for name in self._names():
+        for name in names:
             if local(state[name]).device != self._home:
                 state[name] = like(self.param, self._uninitialised(name).copy_(local(state[name])))
         if not self.holds(state):
             self.uses += 1
             self.parts = {name: local(tensor) for name, tensor in state.items()}
+            if LOW in state and (self.note is None or not self.note.is_of(state)):
+                self.note = first_note(state)
             # Last, for the same reason.
             self._state = dict(state)
 
@@ -112,22 +115,25 @@ class Slot:
         Raises:
             InvalidArgumentError: A value does not fit."""
         state = self.new_state()
-        if isinstance(given, dict):
+        if isinstance(given, dict) and LOW not in state:
             check_not_split(given, self.name)
         try:
             if not is_count(given["step"]):
                 raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
             state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
-            for name in self._names():
-                if name != MASTER or name in given:
-                    value = given[name]
-                    if not value.is_floating_point():
-                        raise ValueError(f"{name} is {value.dtype}, and no tensor of floating point numbers")
+            for name in self._dtypes():
+                source = MASTER if name == LOW and LOW not in given else name
+                if name in MOMENTS or source in given:
+                    value = given[source]
+                    if value.dtype is not torch.int16 if source == LOW else not value.is_floating_point():
+                        raise ValueError(
+                            f"{source} is {value.dtype}, and no tensor of {'int16' if source == LOW else 'floating point numbers'}"
+                        )
                     if value.shape != self.param.shape:
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
                     if apart(self.param, value):
                         raise ValueError(f"{name} is not placed as the parameter is; load a state dict of this mesh, or by torch's DCP")
-                    local(state[name]).copy_(local(value))
+                    local(state[name]).copy_(local(value) if source == name else low_of(local(value)))
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
@@ -135,13 +141,10 @@ class Slot:
 
     def state_bytes(self) -> int:
         """Bytes of the moments and the master."""
-        return sum(self._dtype(name).itemsize for name in self._names()) * local(self.param).numel()
+        return sum(dtype.itemsize for dtype in self._dtypes().values()) * local(self.param).numel()
 
-    def _names(self) -> tuple[str, ...]:
-        return state_names(self.param)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name == MASTER else moment_dtype(self.precision)
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return state_dtypes(self.param, self.precision)
 
     @property
     def _home(self) -> torch.device:
@@ -159,11 +162,11 @@ class Slot:
         else:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
-            fits = fits and part.dtype is self._dtype(name) and part.is_contiguous() and has_memory(part)
+            fits = fits and part.dtype is self._dtypes()[name] and part.is_contiguous() and has_memory(part)
             fits = fits and part.shape == local(self.param).shape
             # That of a parameter whose tail was made longer or shorter is still where it was.
             fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
-            dtype = str(self._dtype(name)).removeprefix("torch.")
+            dtype = str(self._dtypes()[name]).removeprefix("torch.")
             wanted = f"a contiguous {dtype} tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
         wanted += ", made outside of torch.inference_mode"
         if not fits or part.is_inference():
@@ -186,6 +189,13 @@ class Slot:
             return parts[MASTER], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
         return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
 
+    def split(self, start: int) -> tuple[torch.Tensor, ...]:
+        """The low bits of a split master from an element on, which begins a block, and the sums of their blocks; none without them."""
+        if self.note is None:
+            return ()
+        self.note = self.note.present()
+        return self.parts[LOW].view(-1)[start:], self.note.sums[start // BLOCK :]
+
     def refusal(self) -> str:
         """Why the gradient cannot be copied; empty if it can."""
         grad = self.param.grad
@@ -203,8 +213,8 @@ class Slot:
         return self.link.memory(local(self.param).shape, dtype)
 
     def _uninitialised(self, name: str) -> torch.Tensor:
-        dtype = self._dtype(name)
+        dtype = self._dtypes()[name]
         return torch.empty(local(self.param).shape, dtype=dtype, device=self._home) if self.stays else self._empty(dtype)
 
-    def _floats(self, name: str) -> torch.Tensor:
+    def _first(self, name: str) -> torch.Tensor:
         return like(self.param, self._uninitialised(name).fill_(math.nan if name == MASTER else 0.0))

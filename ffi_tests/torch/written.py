@@ -204,6 +204,11 @@ for _dtype, _name in ((F32, "f32"), (BF16, "bf16")):
     HOMES[f"offload tail {_name}"] = Home(_offload(tail=2), _dtype)
     HOMES[f"offload tail {_name} forward"] = Home(_offload(tail=2, overlap=True, verdict="forward"), _dtype, later=True)
 
+for _verdict in ("step", "forward"):
+    _make, _later = _offload(master="split", overlap=True, verdict=_verdict), _verdict == "forward"
+    HOMES[f"offload bf16 split {_verdict}"] = Home(_make, BF16, blocks=True, later=_later)
+    HOMES[f"offload device bf16 split {_verdict}"] = Home(_make, BF16, blocks=True, apart=True, later=_later)
+
 # Ways to write. Each gets the model, the name of a parameter, and the values.
 
 

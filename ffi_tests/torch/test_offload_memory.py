@@ -1,6 +1,8 @@
 """Host memory of offload(): its limit, what memory() tells, and logs for steps before the verdict."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -151,3 +153,53 @@ def test_a_step_that_the_next_forward_completes_has_a_log():
         optimizer.zero_grad()
     optimizer.settle()
     assert logged(optimizer) == 2
+
+
+MEASURED = """
+import gc
+import sys
+
+import torch
+
+import spillway.torch as own
+
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def train(params, steps, **options):
+    optimizer = own.offload(params, lr=1e-3, max_norm=1e9, overlap=False, **options)
+    for _ in range(steps):
+        for param in params:
+            param.grad.normal_(0, 1e-3)
+        optimizer.step()
+    optimizer.close()
+
+
+options = {"split": dict(moment_dtype=torch.bfloat16, master="split"), "f32": {}}[sys.argv[1]]
+shapes = [(1024, 1024)] * 24 + [(4096, 1024)] * 2 + [(1024,)] * 50 + [(3, 341)]
+params = [torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16)) for shape in shapes]
+for param in params:
+    param.grad = torch.zeros_like(param)
+train(params[-2:], 2, **options)
+gc.collect()
+before = status("VmRSS")
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
+train(params, 3, **options)
+gc.collect()
+print(sum(param.numel() for param in params), status("VmHWM") - before, status("VmRSS") - before)
+"""
+
+
+@pytest.mark.parametrize(("kind", "each"), [("split", 10), ("f32", 16)])
+def test_the_process_takes_the_documented_bytes_and_gives_them_back(kind, each, tmp_path):
+    (tmp_path / "measured.py").write_text(MEASURED)
+    ran = subprocess.run([sys.executable, tmp_path / "measured.py", kind], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    elements, peak, after = map(int, ran.stdout.split())
+    # What any step takes once, such as the stacks of threads, is beside one percent of the documented bytes.
+    beside = each * elements // 100 + (8 << 20)
+    assert each * elements <= peak <= each * elements + beside and after <= beside

@@ -1,6 +1,7 @@
-"""Page-locked memory for copies: cut to exact sizes, registered once, and given back with its last tensor."""
+"""Host memory for copies: cut to exact sizes, page-locked memory registered once, and given back with its last tensor."""
 
 import gc
+import os
 import warnings
 
 import pytest
@@ -28,6 +29,10 @@ class Driver:
         del self.live[address]
 
 
+def locked(driver):
+    return _slabs.Slabs(_slabs.LockedPages(driver))
+
+
 def held(driver, tensor):
     at = tensor.data_ptr()
     return any(start <= at and at + tensor.nbytes <= start + size for start, size in driver.live.items())
@@ -35,7 +40,7 @@ def held(driver, tensor):
 
 def test_small_tensors_share_slabs_and_a_large_one_has_its_own():
     driver = Driver()
-    slabs = _slabs.Slabs(driver)
+    slabs = locked(driver)
     small = [slabs.memory((1000, 3), torch.bfloat16) for _ in range(2000)]
     large = slabs.memory((20 * MIB,), torch.float32)
     assert driver.calls < 12 and all(held(driver, tensor) for tensor in (*small, large))
@@ -51,7 +56,7 @@ def test_small_tensors_share_slabs_and_a_large_one_has_its_own():
 
 def test_a_slab_goes_with_its_last_tensor():
     driver = Driver()
-    slabs = _slabs.Slabs(driver)
+    slabs = locked(driver)
     one, other = slabs.memory((10,), torch.float32), slabs.memory((10,), torch.float32)
     view = other.view(2, 5)
     assert driver.calls == 1
@@ -70,7 +75,7 @@ def test_forty_gigabytes_have_few_registrations_and_little_waste(monkeypatch):
     made = []
     monkeypatch.setattr(_slabs._pinned, "allocate", lambda size, freed: made.append(size) or _Sized(size))
     monkeypatch.setattr(_slabs.ctypes, "addressof", lambda slab: id(slab))
-    slabs, keep = _slabs.Slabs(Driver(10**6)), []
+    slabs, keep = locked(Driver(10**6)), []
     sizes = [size for _ in range(80) for size in (4096 * 4096 * 2, 3584 * 1021 * 2, 11003 * 4096 * 2, 4096 * 2, 300)] * 4
     for size in sizes:
         keep.append(slabs._place(size)[0])
@@ -88,12 +93,12 @@ class _Sized:
 
 def test_no_elements_take_no_memory():
     driver = Driver()
-    tensor = _slabs.Slabs(driver).memory((0, 5), torch.float32)
+    tensor = locked(driver).memory((0, 5), torch.float32)
     assert tensor.shape == (0, 5) and not driver.calls
 
 
 def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
-    slabs, asked = _slabs.Slabs(Driver(1)), []
+    slabs, asked = locked(Driver(1)), []
     first = slabs.memory((MIB,), torch.float32)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *given, pin_memory, **named: asked.append(pin_memory) or empty(*given, **named))
@@ -104,5 +109,21 @@ def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
         third = slabs.memory((5,), torch.float32)
     assert first.shape == second.shape and third.shape == (5,) and asked == [True, True]
     del first
+    gc.collect()
+    assert slabs.bytes == 0
+
+
+def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_path):
+    slabs = _slabs.Slabs(_slabs.Pages())
+    one, other = slabs.memory((1000,), torch.float32), slabs.memory((3 * MIB,), torch.float32)
+    assert slabs.bytes == 14 * MIB and not one.any() and not one.is_pinned()
+    if (child := os.fork()) == 0:
+        one.fill_(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not one.any()
+    torch.save(one, tmp_path / "one")
+    assert os.path.getsize(tmp_path / "one") < 10_000
+    del one, other
     gc.collect()
     assert slabs.bytes == 0

@@ -13,7 +13,7 @@ import torch
 
 from .._written import Comparison, facts, sums
 from ._layout import views
-from ._slabs import CudaDriver, Slabs
+from ._slabs import CudaDriver, LockedPages, Pages, Slabs
 from ._tensors import lasting, local, unused_bytes
 
 
@@ -23,9 +23,14 @@ class HostLink:
     #: Host memory for copies is page-locked, and the library cannot read the tensors where they are.
     pinned = is_apart = False
 
+    #: What host memory is cut from; None: torch's memory.
+    _slabs: Slabs | None = Slabs(Pages())
+
     @lasting
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for copies."""
+        if self._slabs is not None:
+            return self._slabs.memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def follow(self) -> None:
@@ -91,12 +96,7 @@ class DeviceLink(HostLink):
         #: Streams of the caller that later copies to the host follow.
         self._followed: set[Any] = set()
         # A build of torch for another vendor calls its devices so too, and its runtime alike.
-        self._slabs = Slabs(CudaDriver(device)) if device.type == "cuda" else None
-
-    @lasting
-    def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked host memory for copies."""
-        return HostLink.memory(self, shape, dtype) if self._slabs is None else self._slabs.memory(shape, dtype)
+        self._slabs = Slabs(LockedPages(CudaDriver(device))) if device.type == "cuda" else None
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""

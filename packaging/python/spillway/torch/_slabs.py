@@ -1,19 +1,22 @@
-"""Page-locked host memory for the copies of a device, cut to size from slabs of the library.
+"""Host memory for copies and states, cut to size from slabs.
 
-torch's own page-locked memory rounds each tensor up to a power of two, and keeps it after its last use.
+torch's page-locked memory rounds each tensor up to a power of two, and torch and the C library keep memory after its last use.
 
 Invariants:
-- A slab is registered with the driver once, when it is made. It is given back with its last tensor, after the copies that the device was
-  asked for have ended.
-- A slab is kept by its tensors only."""
+- A slab is kept by its tensors only, and goes with the last of them.
+- A page-locked slab is registered with the driver once, when it is made. It is given back after the copies that the device was asked for
+  have ended."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -68,19 +71,61 @@ class CudaDriver:
             self._runtime.cudaHostUnregister(address)
 
 
+class Pages:
+    """Memory of the process, in huge pages where the system has them."""
+
+    @staticmethod
+    def take(size: int, freed: Callable[[], object]) -> Any:
+        """An object with a buffer of this size. Its end calls `freed`."""
+        # Private: a forked child has a copy.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        weakref.finalize(memory, freed).atexit = False
+        return memory
+
+
+class LockedPages:
+    """Page-locked memory of the library.
+
+    Args:
+        driver: What registers it."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+        self._registered: set[int] = set()
+
+    def take(self, size: int, freed: Callable[[], object]) -> Any:
+        """An object with a buffer of this size. Its end calls `freed`.
+
+        Raises:
+            RuntimeError: The driver locks no pages."""
+
+        def free(address: int) -> None:
+            if address in self._registered:
+                self._registered.discard(address)
+                freed()
+                self._driver.unregister(address)
+
+        memory = _pinned.allocate(size, free)
+        address = ctypes.addressof(memory)
+        self._driver.register(address, size)
+        self._registered.add(address)
+        return memory
+
+
 class Slabs:
     """The slabs for one device.
 
     Args:
-        driver: What registers them."""
+        pages: What they are made of."""
 
-    def __init__(self, driver: Driver):
-        self._driver = driver
+    def __init__(self, pages: Pages | LockedPages):
+        self._pages = pages
         #: Bytes of all slabs.
         self.bytes = 0
         # Slabs that have bytes left, and the first one of these; the newest slab is the last.
         self._open: list[tuple[Callable[[], Any], int]] = []
-        self._registered: set[int] = set()
         self._refused = False
 
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +133,7 @@ class Slabs:
         elements = math.prod(shape)
         size = elements * dtype.itemsize
         if self._refused or not size:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=bool(size))
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._refused and bool(size))
         try:
             slab, start = self._place(size)
         except RuntimeError as error:
@@ -113,18 +158,12 @@ class Slabs:
         return slab, 0
 
     def _make(self, size: int) -> Any:
-        slab = _pinned.allocate(size, lambda address: self._free(address, size))
-        address = ctypes.addressof(slab)
-        self._driver.register(address, size)
-        self._registered.add(address)
+        slab = self._pages.take(size, partial(self._freed, size))
         self.bytes += size
         return slab
 
-    def _free(self, address: int, size: int) -> None:
-        if address in self._registered:
-            self._registered.discard(address)
-            self.bytes -= size
-            self._driver.unregister(address)
+    def _freed(self, size: int) -> None:
+        self.bytes -= size
 
 
 def _up(size: int, multiple: int) -> int:

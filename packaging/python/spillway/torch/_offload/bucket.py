@@ -31,6 +31,8 @@ from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
 
+#: Elements of a master in host memory that are compared at once: their temporary copies are small beside the states.
+_AT_ONCE = 1 << 18
 _data_ptr = torch.Tensor.data_ptr
 _uses, _link, _version, _grad = attrgetter("uses"), attrgetter("link"), attrgetter("_version"), attrgetter("grad")
 #: Of the facts of tensors those of their memory.
@@ -161,12 +163,16 @@ class Bucket:
         """Gives the master the weights that it does not round to, until `restore`."""
         if (master := slot.parts.get(MASTER)) is None:
             return
-        followed = with_values(master, weights)
-        if followed is not master:
+        saved, size = False, _AT_ONCE if master.is_cpu else max(1, master.numel())
+        for part, values in zip(master.view(-1).split(size), weights.reshape(-1).split(size)):
+            followed = with_values(part, values)
+            if followed is part:
+                continue
             # A new master has no values yet.
-            if not bool(master.isnan().all()):
+            if not saved and not bool(part.isnan().all()):
                 self._masters.append((master, master.clone()))
-            master.copy_(followed)
+                saved = True
+            part.copy_(followed)
 
     def restore(self) -> None:
         """Gives masters their values of before `take`: the step has not happened, and the program may put back its weights."""

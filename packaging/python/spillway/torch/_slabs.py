@@ -55,12 +55,12 @@ class CudaDriver:
     _PORTABLE = 1
 
     def __init__(self, device: torch.device):
-        self._device, self._runtime = device, torch.cuda.cudart()
+        self._device = device
 
     def register(self, address: int, size: int) -> None:
         """Locks the pages of memory, so that copies run beside the program."""
         with torch.cuda.device(self._device):
-            code = int(self._runtime.cudaHostRegister(address, size, self._PORTABLE))
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE))
         if code:
             raise RuntimeError(f"cudaHostRegister returned {code}")
 
@@ -68,7 +68,7 @@ class CudaDriver:
         """Waits for copies and ends the registration."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            self._runtime.cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Pages:

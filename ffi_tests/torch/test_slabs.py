@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from spillway.errors import UnsupportedError
 from spillway.torch import _slabs
 
 MIB = 1 << 20
@@ -21,7 +22,7 @@ class Driver:
     def register(self, address, size):
         self.calls += 1
         if self.calls > self.most:
-            raise RuntimeError("no more")
+            raise UnsupportedError("no more")
         assert address not in self.live
         self.live[address] = size
 

@@ -11,7 +11,15 @@ from spillway import errors
 #: Modules with a leading underscore that modules of other folders import. The list only gets shorter.
 FACES = {"__main__": {"deepspeed._hook", "deepspeed._versions", "megatron._versions"}, "bench._io": {"deepspeed._hook"}}
 #: Modules that are no face for programs, and the modules of other folders that build on them.
-INNER = {"torch.inner": {"deepspeed._superoffload_tail", "megatron._hybrid", "megatron._shards", "pipeline._stage_optimizer"}}
+INNER = {
+    "torch.inner": {
+        "deepspeed._stage3",
+        "deepspeed._superoffload_tail",
+        "megatron._hybrid",
+        "megatron._shards",
+        "pipeline._stage_optimizer",
+    }
+}
 #: Parts that can be left out of a wheel.
 OPTIONAL = ("bench", "pipeline")
 

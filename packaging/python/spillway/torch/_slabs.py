@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _pinned
+from ..errors import UnsupportedError
 
 #: Tensors begin at multiples of this: a cache line.
 _ALIGNMENT = 64
@@ -39,7 +40,7 @@ class Driver(Protocol):
     """What registers host memory with a device."""
 
     def register(self, address: int, size: int) -> None:
-        """Locks the pages of memory, so that copies run beside the program. Raises RuntimeError if they cannot be locked."""
+        """Locks the pages of memory, so that copies run beside the program. Raises UnsupportedError if they cannot be locked."""
 
     def unregister(self, address: int) -> None:
         """Waits for copies and ends the registration."""
@@ -62,7 +63,7 @@ class CudaDriver:
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE))
         if code:
-            raise RuntimeError(f"cudaHostRegister returned {code}")
+            raise UnsupportedError(f"cudaHostRegister returned {code}")
 
     def unregister(self, address: int) -> None:
         """Waits for copies and ends the registration."""
@@ -99,7 +100,7 @@ class LockedPages:
         """An object with a buffer of this size. Its end calls `freed`.
 
         Raises:
-            RuntimeError: The driver locks no pages."""
+            UnsupportedError: The driver locks no pages."""
 
         def free(address: int) -> None:
             if address in self._registered:
@@ -136,7 +137,7 @@ class Slabs:
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._refused and bool(size))
         try:
             slab, start = self._place(size)
-        except RuntimeError as error:
+        except UnsupportedError as error:
             self._refused = True
             warnings.warn(
                 f"spillway: the driver locks no memory of the library ({error}), so page-locked memory comes from torch, which rounds each "

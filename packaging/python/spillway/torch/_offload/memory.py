@@ -13,7 +13,6 @@ from .._states import MOMENTS, Precision
 from .._tensors import local
 from .slot import Slot, state_dtypes
 
-_GIB = float(1 << 30)
 _KINDS = ("gradients", "weights", "moments", "masters")
 
 
@@ -94,4 +93,7 @@ def _kind(name: str) -> str:
 
 
 def _size(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= 1 << 24 else f"{size} bytes"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= 10 * unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"

@@ -262,7 +262,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _sync_slots(self) -> list[Slot]:
         """Makes slots and hooks for new parameters, and drops those of others. Returns the slots in the order of the groups."""
-        found = []
+        found: list[Slot] = []
         for number, group in enumerate(self.param_groups):
             _check_group(group, self._precision)
             for param in group["params"]:

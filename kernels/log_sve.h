@@ -1,7 +1,14 @@
 // The log format of undo_sve.c: differences of bit patterns in groups. A group has three streams, one per array, and
 // each stream is packed at the narrowest width that fits.
 //
-//   group := control (1 byte: two bits of width per stream), differences of param, of exp_avg, of exp_avg_sq
+//   group := control (1 byte), differences of param, of exp_avg, of exp_avg_sq
+//
+//   control       streams
+//   w             all; w has two bits of width per stream
+//   ZEROS + w     param, with width w; the old moments are zeros
+//
+// An optimizer's first step needs the last form. Its estimates of moments that were zeros are small numbers, whose bit
+// patterns are far from that of zero.
 //
 // Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths can read
 // each other's logs. The groups of a chunk fit in log_capacity() bytes (kernels/src/log.rs).
@@ -19,17 +26,22 @@ enum { PARAM, EXP_AVG, EXP_AVG_SQ, STREAMS };
 // Bits of a difference, as encoded in the control byte. The stream of one group takes GROUP / 2 << width bytes.
 enum width { W4, W8, W16, W32 };
 
+// Control byte of the form for moments that were zeros, before the width is added.
+enum { ZEROS = 64 };
+
 // Old bit pattern minus estimated bit pattern. A NaN estimate counts as zero. Inactive lanes keep the zero of `old`.
 INLINE svuint32_t difference(svbool_t active, enum element type, svuint32_t old, svfloat32_t estimate)
 {
     return svsub_u32_m(svcmpeq_f32(active, estimate, estimate), old, encode(active, type, estimate));
 }
 
-// The old bit pattern: the estimate plus the difference. Without a log, the estimate alone.
-INLINE svuint32_t correct(svbool_t active, enum element type, int logged, svuint32_t difference, svfloat32_t estimate)
+// The old bit pattern: the estimate plus the difference. Without a log, the estimate alone. In lanes that are not in
+// `counted`, the estimate counts as zero.
+INLINE svuint32_t correct(svbool_t active, svbool_t counted, enum element type, int logged, svuint32_t difference,
+                          svfloat32_t estimate)
 {
     svuint32_t bits = encode(active, type, estimate);
-    return logged ? svadd_u32_m(svcmpeq_f32(active, estimate, estimate), difference, bits) : bits;
+    return logged ? svadd_u32_m(svcmpeq_f32(counted, estimate, estimate), difference, bits) : bits;
 }
 
 // The bits of x without its sign: x ^ (x >> 31).

@@ -2,7 +2,8 @@
 // Compiled twice, with USE_BFCVT and without.
 //
 //   record   for each group: step; estimate the old values from the new ones; compute the differences;
-//            for each stream of the group: find the narrowest width that fits; pack
+//            for each stream of the group: find the narrowest width that fits; pack. A group whose old moments are
+//            zeros packs the parameter only
 //   undo     for each group: unpack the streams; estimate in the same way; add the differences; step again if requested
 //
 // A full group of four vectors keeps its differences in registers. Vectors of other lengths, and a last group that is
@@ -121,6 +122,22 @@ INLINE void store_states(svbool_t active, struct types types, struct adam_states
     store_bits(active, types.state, v, to.exp_avg_sq, vector);
 }
 
+// True if all old moments of a group of `count` elements are zeros without a sign.
+INLINE int all_zeros(struct types types, struct adam_states old, size_t count)
+{
+    // The first element answers for most groups of later steps.
+    if (types.state == F32 ? *(const uint32_t *)old.exp_avg : *(const uint16_t *)old.exp_avg)
+        return 0;
+    for (size_t lane = 0; lane < count; lane += svcntw()) {
+        const svbool_t some = svwhilelt_b32_u64(lane, count);
+        const struct adam_states at = states_from(old, types, lane);
+        svuint32_t m = load_bits(some, types.state, at.exp_avg, 0), v = load_bits(some, types.state, at.exp_avg_sq, 0);
+        if (svptest_any(some, svcmpne_n_u32(some, both(m, v), 0)))
+            return 0;
+    }
+    return 1;
+}
+
 // Steps one vector. If logged, also returns the differences.
 INLINE void record_vector(svbool_t active, const struct inverse *step, struct types types, struct adam_undo_spans at,
                           int64_t vector, double *lanes, int logged, svuint32_t *p_difference,
@@ -155,10 +172,11 @@ INLINE void record_vector(svbool_t active, const struct inverse *step, struct ty
     *v_difference = difference(active, types.state, old_v, estimate_exp_avg_sq(active, step, v, g));
 }
 
-// Rolls back one vector. With redo_scale not NULL, repeats the step with *redo_scale as the gradient scale.
-INLINE void undo_vector(svbool_t active, const struct inverse *step, const float *redo_scale, struct types types,
-                        struct adam_undo_spans at, int64_t vector, int logged, svuint32_t p_difference,
-                        svuint32_t m_difference, svuint32_t v_difference)
+// Rolls back one vector. The estimates of moments count in the lanes `moments`. With redo_scale not NULL, repeats the
+// step with *redo_scale as the gradient scale.
+INLINE void undo_vector(svbool_t active, svbool_t moments, const struct inverse *step, const float *redo_scale,
+                        struct types types, struct adam_undo_spans at, int64_t vector, int logged,
+                        svuint32_t p_difference, svuint32_t m_difference, svuint32_t v_difference)
 {
     svfloat32_t grad = load(active, types.grad, at.grad, vector);
     svfloat32_t p = load(active, types.param, at.after.param, vector);
@@ -167,15 +185,16 @@ INLINE void undo_vector(svbool_t active, const struct inverse *step, const float
 
     svfloat32_t g = svmul_n_f32_x(active, grad, step->rule.grad_scale);
     p = estimate_param(active, step, p, update(active, &step->rule, m, v));
-    svuint32_t old_p = correct(active, types.param, logged, p_difference, p);
+    svuint32_t old_p = correct(active, active, types.param, logged, p_difference, p);
     p = decode(active, types.param, old_p);
     g = decayed(step, g, p);
-    svuint32_t old_m = correct(active, types.state, logged, m_difference, estimate_exp_avg(active, step, m, g));
+    m = estimate_exp_avg(active, step, m, g);
+    svuint32_t old_m = correct(active, moments, types.state, logged, m_difference, m);
     v = estimate_exp_avg_sq(active, step, v, g);
     // Without a log, a negative estimate would give the next step a NaN from its square root.
     if (!logged)
         v = not_negative(active, v);
-    svuint32_t old_v = correct(active, types.state, logged, v_difference, v);
+    svuint32_t old_v = correct(active, moments, types.state, logged, v_difference, v);
     if (redo_scale) {
         m = decode(active, types.state, old_m);
         v = decode(active, types.state, old_v);
@@ -193,6 +212,7 @@ INLINE unsigned char *record_four(const struct inverse *step, struct types types
                                   double *lanes, unsigned char *log)
 {
     svbool_t all = svptrue_b32();
+    const int moments_zero = log && all_zeros(types, at.before, GROUP);
     svuint32_t pa, pb, pc, pd, ma, mb, mc, md, va, vb, vc, vd;
     record_vector(all, step, types, at, 0, lanes, log != NULL, &pa, &ma, &va);
     record_vector(all, step, types, at, 1, lanes, log != NULL, &pb, &mb, &vb);
@@ -201,6 +221,10 @@ INLINE unsigned char *record_four(const struct inverse *step, struct types types
     if (!log)
         return NULL;
     const enum width p = width_of_four(pa, pb, pc, pd);
+    if (moments_zero) {
+        *log = (unsigned char)(ZEROS + p);
+        return pack_four(p, pa, pb, pc, pd, log + 1);
+    }
     const enum width m = width_of_four(ma, mb, mc, md);
     const enum width v = width_of_four(va, vb, vc, vd);
     *log = (unsigned char)(p | m << 2 | v << 4);
@@ -216,16 +240,21 @@ INLINE const unsigned char *undo_four(const struct inverse *step, const float *r
     svuint32_t pa, pb, pc, pd, ma, mb, mc, md, va, vb, vc, vd;
     pa = pb = pc = pd = ma = mb = mc = md = va = vb = vc = vd = svdup_n_u32(0);
     const int logged = log != NULL;
+    svbool_t moments = all;
     if (logged) {
-        const unsigned widths = *log;
-        log = unpack_four(widths & 3, &pa, &pb, &pc, &pd, log + 1);
-        log = unpack_four(widths >> 2 & 3, &ma, &mb, &mc, &md, log);
-        log = unpack_four(widths >> 4 & 3, &va, &vb, &vc, &vd, log);
+        const unsigned control = *log;
+        log = unpack_four(control & 3, &pa, &pb, &pc, &pd, log + 1);
+        if (control & ZEROS) {
+            moments = svpfalse_b();
+        } else {
+            log = unpack_four(control >> 2 & 3, &ma, &mb, &mc, &md, log);
+            log = unpack_four(control >> 4 & 3, &va, &vb, &vc, &vd, log);
+        }
     }
-    undo_vector(all, step, redo_scale, types, at, 0, logged, pa, ma, va);
-    undo_vector(all, step, redo_scale, types, at, 1, logged, pb, mb, vb);
-    undo_vector(all, step, redo_scale, types, at, 2, logged, pc, mc, vc);
-    undo_vector(all, step, redo_scale, types, at, 3, logged, pd, md, vd);
+    undo_vector(all, moments, step, redo_scale, types, at, 0, logged, pa, ma, va);
+    undo_vector(all, moments, step, redo_scale, types, at, 1, logged, pb, mb, vb);
+    undo_vector(all, moments, step, redo_scale, types, at, 2, logged, pc, mc, vc);
+    undo_vector(all, moments, step, redo_scale, types, at, 3, logged, pd, md, vd);
     return log;
 }
 
@@ -238,6 +267,7 @@ INLINE unsigned char *record_group(const struct inverse *step, struct types type
                                    size_t count, double *lanes, unsigned char *log)
 {
     struct differences kept;
+    const int moments_zero = log && all_zeros(types, at.before, count);
     svuint32_t p_seen = svdup_n_u32(0), m_seen = p_seen, v_seen = p_seen;
     for (size_t lane = 0; lane < GROUP; lane += svcntw()) {
         svbool_t group = svwhilelt_b32_u64(lane, GROUP), active = svwhilelt_b32_u64(lane, count);
@@ -253,6 +283,10 @@ INLINE unsigned char *record_group(const struct inverse *step, struct types type
     if (!log)
         return NULL;
     const enum width p = width_of(p_seen), m = width_of(m_seen), v = width_of(v_seen);
+    if (moments_zero) {
+        *log = (unsigned char)(ZEROS + p);
+        return pack_group(p, kept.of[PARAM], log + 1);
+    }
     *log = (unsigned char)(p | m << 2 | v << 4);
     log = pack_group(p, kept.of[PARAM], log + 1);
     log = pack_group(m, kept.of[EXP_AVG], log);
@@ -264,17 +298,23 @@ INLINE const unsigned char *undo_group(const struct inverse *step, const float *
 {
     struct differences kept = {0};
     const int logged = log != NULL;
+    size_t moments = count;
     if (logged) {
-        const unsigned widths = *log;
-        log = unpack_group(widths & 3, kept.of[PARAM], log + 1);
-        log = unpack_group(widths >> 2 & 3, kept.of[EXP_AVG], log);
-        log = unpack_group(widths >> 4 & 3, kept.of[EXP_AVG_SQ], log);
+        const unsigned control = *log;
+        log = unpack_group(control & 3, kept.of[PARAM], log + 1);
+        if (control & ZEROS) {
+            moments = 0;
+        } else {
+            log = unpack_group(control >> 2 & 3, kept.of[EXP_AVG], log);
+            log = unpack_group(control >> 4 & 3, kept.of[EXP_AVG_SQ], log);
+        }
     }
     for (size_t lane = 0; lane < GROUP; lane += svcntw()) {
         svbool_t active = svwhilelt_b32_u64(lane, count);
         svuint32_t p = svld1_u32(active, kept.of[PARAM] + lane), m = svld1_u32(active, kept.of[EXP_AVG] + lane);
         svuint32_t v = svld1_u32(active, kept.of[EXP_AVG_SQ] + lane);
-        undo_vector(active, step, redo_scale, types, spans_from(&at, types, lane), 0, logged, p, m, v);
+        undo_vector(active, svwhilelt_b32_u64(lane, moments), step, redo_scale, types, spans_from(&at, types, lane), 0,
+                    logged, p, m, v);
     }
     return log;
 }

@@ -347,6 +347,9 @@ damages() {
     listed 'an unfused multiply' adam_sve adam_sve.c \
         's/svmla_n_f32_x(active, p, change, rule->step_size)/svadd_f32_x(active, p, svmul_n_f32_x(active, change, rule->step_size))/'
     listed 'a difference without its sign' undo_sve log_sve.h 's/bits <= 0x7f /bits <= 0xff /'
+    listed 'a zero without its sign' undo_sve undo_sve.c \
+        's/svcmpne_n_u32(some, both(m, v), 0)/svcmpne_n_u32(some, svlsl_n_u32_x(some, both(m, v), 1), 0)/'
+    listed 'an estimate of a moment that was zero' undo_sve undo_sve.c 's/moments = 0;/moments = count;/'
 }
 
 mutants() {

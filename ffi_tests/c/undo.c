@@ -93,7 +93,7 @@ static void rollback_and_redo_are_exact(int optimizer) {
         CHECK_OK(recorded_step(undo, optimizer, &model, step, 1.0));
         uint64_t bytes = 0;
         CHECK_OK(spw_undo_get_log_bytes(undo, &bytes));
-        CHECK(bytes > COUNT && bytes < 14 * COUNT);
+        CHECK(bytes > COUNT / 2 && bytes < 14 * COUNT);
         CHECK_OK(spw_undo_rollback(undo));
         save(&model, after);
         CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
@@ -228,19 +228,14 @@ static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predic
     CHECK(resident() > steady + (uint64_t)MANY * 8);
     CHECK_OK(spw_undo_rollback(undo));
     CHECK(resident() < steady + (uint64_t)MANY * 2);
-    // The log of a first step has no moments: they were zeros. That of SVE keeps them as differences.
-#ifdef __aarch64__
-    const uint64_t most = (uint64_t)MANY * 9;
-#else
-    const uint64_t most = (uint64_t)MANY * 21 / 10;
-#endif
+    // The log of a first step has no moments: they were zeros.
     for (int i = 0; i < MANY; i++) {
         model.exp_avg[i] = model.exp_avg_sq[i] = 0.0f;
         model.grad[i] = (float)(random_bits(&state) >> 40) / 8388608.0f - 1.0f;
     }
     CHECK_OK(recorded_step(undo, 0, &model, 1, 1.0));
     CHECK_OK(spw_undo_get_log_bytes(undo, &bytes));
-    CHECK(bytes < most);
+    CHECK(bytes < (uint64_t)MANY * 21 / 10);
     CHECK_OK(spw_undo_rollback(undo));
     for (int i = 0; i < MANY; i++) CHECK(model.exp_avg[i] == 0.0f && model.exp_avg_sq[i] == 0.0f);
     free(model.param), free(model.exp_avg), free(model.exp_avg_sq), free(model.grad);

@@ -10,6 +10,7 @@ use std::io::Write;
 use crate::kernels;
 use crate::sample::*;
 use spillway_kernels::dtype::Dtype;
+use spillway_kernels::inside::MAX_LANES;
 use spillway_kernels::*;
 
 /// Lengths whose step is also rolled back; with all lengths, an emulator would take minutes.
@@ -106,7 +107,7 @@ fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
 }
 
 /// A logged step has the bits of a plain step. Its undo restores the bits of the start, and its redo gives the bits of
-/// a plain step with the other factor. A step into a shadow leaves the start unchanged.
+/// a plain step with the other factor. A step into a shadow leaves the start unchanged. Returns the bytes of the log.
 pub fn check_undo<O: Optimizer>(
     kernel: Kernel,
     rule: O,
@@ -114,7 +115,7 @@ pub fn check_undo<O: Optimizer>(
     grad: &mut Span,
     dtypes: Dtypes,
     what: &str,
-) {
+) -> usize {
     let n = grad.values().len();
     let bits = |spans: &[Span; 4]| spans.each_ref().map(|span| span.bits());
     let mut plain = start.clone();
@@ -143,6 +144,38 @@ pub fn check_undo<O: Optimizer>(
     rule.step(kernel, tensor_of(&mut old, grad, dtypes).with_shadow(states).unwrap(), false).unwrap();
     assert_eq!(bits(&old)[..3], bits(start)[..3], "{what}: shadowed step");
     assert_eq!(bits(&shadow)[..3], bits(&plain)[..3], "{what}: shadow");
+    used
+}
+
+#[test]
+fn moments_of_zeros_are_restored_with_their_signs_on_every_kernel() {
+    for dtypes in all_dtypes() {
+        // Around every edge of a group and its first element, and a few groups with a part of one.
+        for (n, special) in [1, 7, 16, 17, 33, 257].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+            let (model, mut grad) = start_of(dtypes, n, special);
+            // No moment differs from zero, or one of them in one element.
+            let one = [1, 2].into_iter().flat_map(|span| [0, n / 2, n - 1].map(|at| Some((span, at))));
+            for odd in one.chain([None]) {
+                let mut start = model.clone();
+                for span in [1, 2] {
+                    let mut zeros = vec![0.0; n];
+                    if let Some((_, at)) = odd.filter(|(odd, _)| *odd == span) {
+                        zeros[at] = -0.0;
+                    }
+                    start[span] = Span::of(dtypes.state, &zeros);
+                }
+                for kernel in kernels() {
+                    for decay in [WeightDecay::L2, WeightDecay::Decoupled] {
+                        let what = format!("{} {decay:?} {dtypes:?} n={n} {odd:?}", kernel.name());
+                        let used = check_undo(kernel, adam_rule(decay), &start, &mut grad, dtypes, &what);
+                        // The parameter takes at most four bytes, and a group one more.
+                        let most = 5 * n.next_multiple_of(MAX_LANES);
+                        assert!(odd.is_some() || used <= most, "{what}: {used} bytes");
+                    }
+                }
+            }
+        }
+    }
 }
 
 fn expect(start: &[Span; 4], grad: &Span, dtypes: Dtypes, reference: Reference) -> (Vec<Vec<u32>>, f64) {

@@ -17,7 +17,7 @@ const RULE: AdamRule = AdamRule {
     stochastic: None,
 };
 
-/// Differences of every width, in full groups and in a partial one.
+/// Differences of every width, and moments of zeros, in full groups and in a partial one.
 fn start() -> ([Vec<f32>; 3], Vec<f32>) {
     let values = |seed: u32, sign: f32| -> Vec<f32> {
         let value = |i: u32| {
@@ -27,7 +27,11 @@ fn start() -> ([Vec<f32>; 3], Vec<f32>) {
         };
         (0..1000).map(value).collect()
     };
-    ([values(1, 1.0), values(2, -1.0), values(3, 1.0)], values(4, 1.0))
+    let moments = |seed: u32, sign: f32| -> Vec<f32> {
+        let values = values(seed, sign).into_iter().enumerate();
+        values.map(|(i, value)| if i / 16 % 5 == 2 { 0.0 } else { value }).collect()
+    };
+    ([values(1, 1.0), moments(2, -1.0), moments(3, 1.0)], values(4, 1.0))
 }
 
 fn tensor<'a>(states: &'a mut [Vec<f32>; 3], grad: &'a [f32], log: &'a mut [u8]) -> Tensor<'a> {

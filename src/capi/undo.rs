@@ -40,9 +40,8 @@ pub enum spw_undo_mode {
     /// scaled gradient, param or state the step is done, but its rollback or redo is an error that changes nothing.
     SPW_UNDO_MODE_ARITHMETIC = 0,
     /// Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
-    /// steady state, 3.4 at step 2, 8.6 with SVE at step 1, and never more than 13. Once the step is rolled back, redone
-    /// or committed, each chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to
-    /// the system.
+    /// steady state, 3.4 at step 2, and never more than 13. Once the step is rolled back, redone or committed, each
+    /// chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system.
     SPW_UNDO_MODE_DELTA = 1,
     /// Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     /// in their shadow fields. `spw_undo_rollback` says which set is current afterwards.

@@ -44,7 +44,7 @@ def test_a_rollback_gives_every_bit_back(kind, bad):
     with optimizer.prepare([arrays]).record() as recording:
         stats = recording.step(return_stats=True)
         assert stats.nonfinite == (bad is not None) and optimizer.step_count == 1
-        assert not same(arrays, before) and N <= recording.log_bytes <= 14 * N
+        assert not same(arrays, before) and N // 2 <= recording.log_bytes <= 14 * N
         recording.rollback()
         assert same(arrays, before) and optimizer.step_count == 0
         with pytest.raises(spillway.InvalidArgumentError, match="no recorded step"):

@@ -24,8 +24,8 @@ const WORD: u64 = 4;
 const STATE: u64 = 12;
 /// Master in f32, moments in bf16.
 const BF16_STATE: u64 = 8;
-/// The undo log of a first step with SVE, the largest of usual training (docs/speculation.md); about 1.2 later.
-const UNDO: u64 = 9;
+/// The undo log of a second step, its largest in usual training (docs/speculation.md), rounded up; about 1.2 later.
+const UNDO: u64 = 4;
 /// Parameters of a bucket: 64 MB of 16-bit gradients (SuperOffload section 4.3).
 const BUCKET: u64 = 32 << 20;
 /// Most buckets that are simulated one by one; larger shards have larger buckets.

@@ -190,7 +190,7 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
             Strategy::Speculation => {
                 let kept = outcome.gpu_steps as u64 * bucket;
                 assert_eq!(host.states, 12 * (shard - kept));
-                assert_eq!((host.undo, outcome.gpu.states), (9 * (shard - kept), 12 * kept));
+                assert_eq!((host.undo, outcome.gpu.states), (4 * (shard - kept), 12 * kept));
             }
             Strategy::Interleave => {
                 let gpu = outcome.gpu_steps as u64 * 100_000_000;

@@ -9,7 +9,7 @@ import torch
 
 import spillway.torch as own
 from spillway.errors import InvalidArgumentError
-from spillway.torch._offload import plan as plans
+from spillway.torch._offload.bucket import LOG_BYTES
 
 BF16 = torch.bfloat16
 ELEMENTS = 8 * 1000
@@ -107,11 +107,12 @@ def test_auto_is_what_the_system_has_left():
 
 @pytest.mark.parametrize("big", [(), (2, 3)], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("room", [0, 1, 3, 7, 8, None])
-def test_buckets_without_room_for_a_log_wait_for_the_verdict_with_the_same_bits(room, big):
+@pytest.mark.parametrize("moments", LOG_BYTES, ids=str)
+def test_buckets_without_room_for_a_log_wait_for_the_verdict_with_the_same_bits(room, big, moments):
     ours, theirs = params(), params()
-    limit = None if room is None else 16 * ELEMENTS + room * 1000 * plans.LOG_BYTES
-    mine = offload(ours, host_memory=limit, overlap=True, max_norm=2000.0)
-    plain = own.AdamW(theirs, lr=1e-2, master="f32", max_norm=2000.0)
+    limit = None if room is None else (8 + 4 * moments.itemsize // 2) * ELEMENTS + room * 1000 * LOG_BYTES[moments]
+    mine = offload(ours, host_memory=limit, overlap=True, max_norm=2000.0, moment_dtype=moments)
+    plain = own.AdamW(theirs, lr=1e-2, master="f32", max_norm=2000.0, moment_dtype=moments)
     train(ours, mine, big=big)
     train(theirs, plain, big=big)
     assert all(map(torch.equal, ours, theirs))

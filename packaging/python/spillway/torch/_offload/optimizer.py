@@ -106,7 +106,8 @@ def offload(
             and the step follows the verdict, because it cannot be rolled back.
         host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
             More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with 4
-            bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
+            bytes per parameter, or 6 with bfloat16 moments; buckets for whose logs there is no room step after the verdict. None: no
+            limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:

@@ -35,8 +35,6 @@ from .tail import Tail, tail_of
 
 #: The smallest bucket has this part of the bytes of the others.
 _SMALL = 16
-#: Bytes of log for an element that is stepped before the verdict: no step of a training has taken more.
-LOG_BYTES = 4
 #: Seconds after which a step that waits for the norm looks which portions are stepped.
 _LOOK = 0.001
 _stays, _size = attrgetter("stays"), attrgetter("size")
@@ -150,7 +148,7 @@ def _with_logs(buckets: Iterable[Bucket], log_bytes: float) -> set[Bucket]:
     """The buckets for whose logs there is memory: those that backward completes first gain most by an early step."""
     found: set[Bucket] = set()
     for bucket in sorted(buckets, key=attrgetter("place")):
-        log_bytes -= LOG_BYTES * bucket.elements()
+        log_bytes -= bucket.log_bytes()
         if log_bytes < 0:
             break
         found.add(bucket)

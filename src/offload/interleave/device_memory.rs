@@ -151,7 +151,8 @@ pub struct Memory {
     chunks: [Deferred<DeviceMemory>; PAIR],
     residents: Vec<Deferred<DeviceSlot>>,
     /// Memory of former residents that copies to the host may still read. Freeing it earlier would make the driver wait
-    /// for all streams.
+    /// for all streams. The lock is held while the driver frees: a change of the plan needs the memory, and nothing else
+    /// takes the lock but another free.
     evicted: Lock<Vec<(usize, Arc<DeviceSlot>)>>,
 }
 

@@ -1,6 +1,7 @@
 //! The plan of a model as text.
 #![forbid(unsafe_code)]
 
+use spillway_planner::model::case::Strategy;
 use spillway_planner::model::report::{Outcome, Plan};
 
 use super::plan_machine::Sources;
@@ -25,6 +26,7 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
             .collect();
         parts.push(format!("paths of {}: {}", outcome.strategy.name(), shares.join(", ")));
     }
+    parts.extend(residents(plan));
     let flow = &plan.weight_flow;
     parts.push(format!(
         "weights that flow: efficiency {:.1} %{}",
@@ -44,6 +46,30 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
     });
     let text = parts.join("\n");
     text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// What residents change in an interleaved update.
+fn residents(plan: &Plan) -> Option<String> {
+    let of = |strategy| plan.strategies.iter().find(|outcome| outcome.strategy == strategy);
+    let (with, without) = (of(Strategy::InterleaveResidents)?, of(Strategy::Interleave)?);
+    let (kept, step) = (with.residents, |outcome: &Outcome| outcome.seconds.map(|seconds| seconds.step));
+    Some(format!(
+        "residents of {}: {} of {} subgroups of each rank, {} parameters with {} of states; they save {:.3} s of a step, \
+         {} to and from each GPU, and {} of host memory",
+        with.strategy.name(),
+        kept.subgroups,
+        plan.subgroups,
+        kept.parameters,
+        size(kept.bytes),
+        step(without)? - step(with)?,
+        size(link(without).saturating_sub(link(with))),
+        size(without.host_bytes.saturating_sub(with.host_bytes))
+    ))
+}
+
+/// Bytes over the link of one GPU.
+fn link(outcome: &Outcome) -> u64 {
+    outcome.traffic.h2d + outcome.traffic.d2h
 }
 
 fn model(plan: &Plan) -> String {

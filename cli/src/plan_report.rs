@@ -54,16 +54,19 @@ fn residents(plan: &Plan) -> Option<String> {
     let (with, without) = (of(Strategy::InterleaveResidents)?, of(Strategy::Interleave)?);
     let (kept, step) = (with.residents, |outcome: &Outcome| outcome.seconds.map(|seconds| seconds.step));
     Some(format!(
-        "residents of {}: {} of {} subgroups of each rank, {} parameters with {} of states; they save {:.3} s of a step, \
-         {} to and from each GPU, and {} of host memory",
+        "residents of {}: {} of {} subgroups of each rank, {} parameters with {} of states; a step takes {:.3} s instead of \
+         {:.3} s, moves {} over each link instead of {}, and needs {} of host memory instead of {}",
         with.strategy.name(),
         kept.subgroups,
         plan.subgroups,
         kept.parameters,
         size(kept.bytes),
-        step(without)? - step(with)?,
-        size(link(without).saturating_sub(link(with))),
-        size(without.host_bytes.saturating_sub(with.host_bytes))
+        step(with)?,
+        step(without)?,
+        size(link(with)),
+        size(link(without)),
+        size(with.host_bytes),
+        size(without.host_bytes)
     ))
 }
 

@@ -168,7 +168,7 @@ fn drawn(plan: &Plan, asked: Option<Strategy>) -> Result<&Outcome> {
     outcome.filter(|outcome| outcome.step.is_some()).ok_or_else(|| {
         Error::invalid(
             "--strategy",
-            format!("{name} has no timeline on this machine: it needs paths and buffers"),
+            format!("{name} has no timeline on this machine: it needs paths, buffers or GPU memory"),
         )
     })
 }

@@ -1,6 +1,7 @@
 //! The plan of a model as text.
 #![forbid(unsafe_code)]
 
+use spillway_planner::model::case::Strategy;
 use spillway_planner::model::report::{Outcome, Plan};
 
 use super::plan_machine::Sources;
@@ -25,6 +26,7 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
             .collect();
         parts.push(format!("paths of {}: {}", outcome.strategy.name(), shares.join(", ")));
     }
+    parts.extend(residents(plan));
     let flow = &plan.weight_flow;
     parts.push(format!(
         "weights that flow: efficiency {:.1} %{}",
@@ -44,6 +46,33 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
     });
     let text = parts.join("\n");
     text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// What residents change in an interleaved update.
+fn residents(plan: &Plan) -> Option<String> {
+    let of = |strategy| plan.strategies.iter().find(|outcome| outcome.strategy == strategy);
+    let (with, without) = (of(Strategy::InterleaveResidents)?, of(Strategy::Interleave)?);
+    let (kept, step) = (with.residents, |outcome: &Outcome| outcome.seconds.map(|seconds| seconds.step));
+    Some(format!(
+        "residents of {}: {} of {} subgroups of each rank, {} parameters with {} of states; a step takes {:.3} s instead of \
+         {:.3} s, moves {} over each link instead of {}, and needs {} of host memory instead of {}",
+        with.strategy.name(),
+        kept.subgroups,
+        plan.subgroups,
+        kept.parameters,
+        size(kept.bytes),
+        step(with)?,
+        step(without)?,
+        size(link(with)),
+        size(link(without)),
+        size(with.host_bytes),
+        size(without.host_bytes)
+    ))
+}
+
+/// Bytes over the link of one GPU.
+fn link(outcome: &Outcome) -> u64 {
+    outcome.traffic.h2d + outcome.traffic.d2h
 }
 
 fn model(plan: &Plan) -> String {

@@ -53,6 +53,32 @@ fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
     assert_eq!(serde_json::from_str::<Value>(&done.stdout).expect("JSON")["best"], Value::Null);
 }
 
+#[test]
+fn a_plan_says_what_residents_of_an_interleaved_update_change() {
+    let plan = |more: &[&str]| {
+        let fixed = ["plan", "dos-7b", "--machine", "dos-h100"];
+        succeed(spillway().args(fixed).args(more), TIMEOUT)
+    };
+    let found: Value = serde_json::from_str(&plan(&["--json"])).expect("JSON");
+    let strategies = found["strategies"].as_array().expect("strategies");
+    let of = |name: &str| strategies.iter().find(|one| one["strategy"] == name).expect("the strategy");
+    let (with, without) = (of("interleave-residents"), of("interleave"));
+    let kept = &with["residents"];
+    assert!(kept["subgroups"].as_u64() > Some(0) && without["residents"]["subgroups"] == 0, "{found}");
+    let step = |one: &Value| one["seconds"]["step"].as_f64().expect("seconds");
+    let words = format!(
+        "residents of interleave-residents: {} of {} subgroups of each rank, {} parameters with ",
+        kept["subgroups"], found["subgroups"], kept["parameters"]
+    );
+    let effect = format!(
+        "a step takes {:.3} s instead of {:.3} s, moves 0 B over each link",
+        step(with),
+        step(without)
+    );
+    let text = plan(&[]);
+    assert!(text.contains(&words) && text.contains(&effect), "{text}");
+}
+
 /// Verdict and remedy of each check.
 fn doctor(
     environment: &[(&str, &str)],

@@ -78,7 +78,7 @@ fn of<T>(object: *mut T, call: &'static str) -> Result<(usize, MutexGuard<'stati
     let ordinal = (owner >> 32).checked_sub(1).filter(|ordinal| *ordinal < DEVICES).ok_or(INVALID_VALUE)?;
     let mut gpu = gpu::lock(ordinal as u32);
     gpu.enter(call)?;
-    Ok((ordinal, gpu))
+    Ok((ordinal, unless_stalled(ordinal, gpu, |gpu| gpu.held.contains(&call))))
 }
 
 fn current(call: &'static str) -> Result<(usize, MutexGuard<'static, Gpu>), Code> {

@@ -68,6 +68,8 @@ pub struct Gpu {
     pub most_memory: u64,
     /// No queued work ends, until `resume`. Calls that need its end block.
     pub stalled: bool,
+    /// Names of calls that block while the device is stalled, whatever they do: a driver has locks of its own.
+    pub held: Vec<&'static str>,
     /// Threads that a call blocks now because of the stall.
     pub waiting: usize,
     /// The limits of the device.

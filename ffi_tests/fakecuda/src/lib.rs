@@ -10,7 +10,7 @@
 //! unless the thread allows the call.
 //!
 //! A test may stall a device: no work ends until it resumes. Calls that need the end of work block meanwhile, and are
-//! counted: waits, frees, registrations of host memory, and work for a full queue.
+//! counted: waits, frees, registrations of host memory, work for a full queue, and the calls that the test names.
 //!
 //! | file | holds |
 //! |---|---|

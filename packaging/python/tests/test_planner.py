@@ -278,6 +278,24 @@ def outcome(found, name):
     return next(strategy for strategy in found["strategies"] if strategy["strategy"] == name)
 
 
+def test_residents_have_the_gpu_memory_that_is_left_and_their_effect_is_beside_the_plan_without_them():
+    model = {"parameters": 10**9, "num_hidden_layers": 10, "hidden_size": 1024, "vocab_size": 1000}
+    options = {"machine": "dos-h100", "ranks": 1, "sub_group_size": 10**8}
+    found = spillway.plan_model(model, gpu_memory=12 * 10**9, **options)
+    kept, without = outcome(found, "interleave-residents"), outcome(found, "interleave")
+    residents = kept["residents"]
+    assert 0 < residents["subgroups"] < found["subgroups"] == 10 and residents["parameters"] == residents["subgroups"] * 10**8
+    assert residents["bytes"] == 12 * residents["parameters"] <= kept["gpu"]["states"]
+    assert kept["fits"] and kept["gpu_bytes"] <= 0.9 * 12 * 10**9
+    assert kept["seconds"]["step"] < without["seconds"]["step"] and kept["host_bytes"] <= without["host_bytes"]
+    nothing = {"subgroups": 0, "parameters": 0, "bytes": 0}
+    assert all(one["residents"] == nothing for one in found["strategies"] if one is not kept)
+    tight = spillway.plan_model(model, gpu_memory=4 * 10**9, **options)
+    assert "interleave-residents" not in [one["strategy"] for one in tight["strategies"]]
+    more = spillway.plan_model(model, gpu_memory=12 * 10**9, accumulation=2, **options)
+    assert "interleave-residents" not in [one["strategy"] for one in more["strategies"]]
+
+
 @pytest.mark.parametrize("layers, hidden", SIZES)
 def test_memory_of_a_run_in_memory_is_as_planned(layers, hidden, tmp_path, child_environment):
     found = planned(layers, hidden, tmp_path)

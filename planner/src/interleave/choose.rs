@@ -5,10 +5,10 @@
 //! grid of numbers is tried, then finer grids around the best number.
 #![forbid(unsafe_code)]
 
-use super::memory::{bytes, residents_in};
+use super::memory::{HALF, STATE, bytes, residents_in};
 use super::model::{self, Prediction};
 use super::placements::{Placement, Plan};
-use super::{Rates, Shape, share};
+use super::{GpuGrads, Rates, Shape, share};
 use crate::error::Result;
 
 /// Maximal number of subgroups for which every number of GPU subgroups is tried.
@@ -57,11 +57,39 @@ pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mod
 /// The plan with the shortest predicted time that needs at most `room` bytes of GPU memory: residents alone, or
 /// residents beside slots. Residents come first, since they need no transfer.
 pub fn within(shape: &Shape, rates: &Rates, room: u64, backward: f64) -> Result<Choice> {
-    let alone = choose(shape, rates, residents_in(shape, room), backward, Mode::Count(0))?;
-    // What a plan needs beside its residents: slots, and the gradients of fetched subgroups.
+    let beside = room.checked_sub(slots(shape)?).map(|rest| residents_in(shape, rest, STATE));
+    alone_or_beside(shape, rates, residents_in(shape, room, STATE), beside, backward)
+}
+
+/// As [`within`], but the 16-bit gradients that stay on the GPU are part of `room`: those of residents, and with
+/// [`GpuGrads::Kept`] those of fetched subgroups.
+pub fn within_with_grads(shape: &Shape, rates: &Rates, room: u64, backward: f64) -> Result<Choice> {
+    // With every gradient kept there is room for whatever is fetched.
+    let (kept, each) = match shape.gpu_grads {
+        GpuGrads::Kept => (HALF * shape.total(), STATE),
+        GpuGrads::Fetched => (0, STATE + HALF),
+    };
+    let beside = room.checked_sub(slots(shape)? + kept).map(|rest| residents_in(shape, rest, each));
+    alone_or_beside(shape, rates, residents_in(shape, room, STATE + HALF), beside, backward)
+}
+
+/// Bytes of the slots and of fetched gradients in them.
+fn slots(shape: &Shape) -> Result<u64> {
     let fetching = Plan::even(shape.count(), shape.slots.min(shape.count()), 0)?;
-    let Some(rest) = room.checked_sub(bytes(shape, &fetching).slots) else { return Ok(alone) };
-    let beside = best(shape, rates, residents_in(shape, rest), backward)?;
+    Ok(bytes(shape, &fetching).slots)
+}
+
+/// The plan with the shorter predicted time: `alone` residents, or `beside` residents and slots.
+fn alone_or_beside(
+    shape: &Shape,
+    rates: &Rates,
+    alone: usize,
+    beside: Option<usize>,
+    backward: f64,
+) -> Result<Choice> {
+    let alone = choose(shape, rates, alone, backward, Mode::Count(0))?;
+    let Some(beside) = beside else { return Ok(alone) };
+    let beside = best(shape, rates, beside, backward)?;
     let fetches = beside.plan.count_on(Placement::Gpu) > 0;
     Ok(if fetches && beside.prediction.exposed < alone.prediction.exposed { beside } else { alone })
 }
@@ -94,9 +122,9 @@ fn best(shape: &Shape, rates: &Rates, residents: usize, backward: f64) -> Result
 
 #[cfg(test)]
 mod tests {
+    use super::super::TransferDtype;
     use super::super::placements::Placement;
     use super::super::share::tests::{H100, V100};
-    use super::super::{GpuGrads, TransferDtype};
     use super::*;
 
     /// A deterministic pseudo-random generator.
@@ -245,6 +273,29 @@ mod tests {
             }
         }
         assert!(within(&shape, &H100, 0, 0.0).unwrap().plan.letters() == "c".repeat(20));
+    }
+
+    #[test]
+    fn residents_with_their_gradients_stay_within_the_room() {
+        let gigabytes = 1_000_000_000;
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            let shape =
+                Shape { transfer_dtype: TransferDtype::Native, gpu_grads, ..Shape::uniform(20, 100_000_000) };
+            let mut before = f64::INFINITY;
+            for room in 0..40 {
+                let found = within_with_grads(&shape, &H100, room * gigabytes, 0.0).unwrap();
+                assert!(bytes(&shape, &found.plan).gpu() <= room * gigabytes, "{}", found.plan.letters());
+                // Residents that fit alone are never slower than what is chosen.
+                let alone = residents_in(&shape, room * gigabytes, STATE + HALF);
+                let alone = choose(&shape, &H100, alone, 0.0, Mode::Count(0)).unwrap();
+                assert!(found.prediction.exposed <= alone.prediction.exposed);
+                // The last resident leaves the CPU idle: 20 steps in place of 19 beside one of the CPU.
+                assert!(found.prediction.exposed <= before * 20.0 / 19.0, "{room}: {}", found.plan.letters());
+                before = found.prediction.exposed;
+            }
+            let all = within_with_grads(&shape, &H100, 28 * gigabytes, 0.0).unwrap();
+            assert_eq!(all.plan.letters(), "R".repeat(20));
+        }
     }
 
     #[test]

@@ -5,10 +5,13 @@ use super::placements::{Placement, Plan};
 use super::schedule::PAIR;
 use super::{GpuGrads, Shape, TransferDtype};
 
+/// The part of the device's memory that residents leave to the framework: one in this number.
+pub const RESERVE: u64 = 10;
 /// Bytes per parameter of param, exp_avg and exp_avg_sq in f32.
-const STATE: u64 = 12;
+pub const STATE: u64 = 12;
 const WORD: u64 = 4;
-const HALF: u64 = 2;
+/// Bytes per parameter of a 16-bit gradient.
+pub const HALF: u64 = 2;
 
 /// Bytes of a plan. Does not count the 16-bit parameters of the framework, nor the gradients that it holds in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -79,11 +82,12 @@ pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
     }
 }
 
-/// Number of subgroups, counted from the last one, whose states fit in `bytes` of GPU memory as residents.
-pub fn residents_in(shape: &Shape, bytes: u64) -> usize {
+/// Number of subgroups, counted from the last one, that fit in `bytes` of GPU memory as residents with `each` bytes per
+/// parameter.
+pub fn residents_in(shape: &Shape, bytes: u64, each: u64) -> usize {
     let mut left = bytes;
     let fits = |size: &&u64| {
-        let rest = STATE.checked_mul(**size).and_then(|state| left.checked_sub(state));
+        let rest = each.checked_mul(**size).and_then(|state| left.checked_sub(state));
         rest.inspect(|rest| left = *rest).is_some()
     };
     shape.sizes.iter().rev().take_while(fits).count()
@@ -130,7 +134,7 @@ mod tests {
     #[test]
     fn the_last_subgroups_fit_first() {
         let shape = Shape { sizes: vec![5, 9, 2], ..Shape::uniform(0, 0) };
-        let fits = [0, 23, 24, 131, 132, 191, 192, u64::MAX].map(|bytes| residents_in(&shape, bytes));
+        let fits = [0, 23, 24, 131, 132, 191, 192, u64::MAX].map(|bytes| residents_in(&shape, bytes, STATE));
         assert_eq!(fits, [0, 0, 1, 1, 2, 2, 3, 3]);
     }
 

@@ -54,6 +54,17 @@ impl GpuBytes {
     }
 }
 
+/// Subgroups of one rank whose states stay on its GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Residents {
+    /// Their number.
+    pub subgroups: usize,
+    /// Their parameters.
+    pub parameters: u64,
+    /// The bytes of their states on the GPU.
+    pub bytes: u64,
+}
+
 /// Bytes of host memory, of all ranks together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct HostBytes {

@@ -4,7 +4,7 @@
 use serde::Serialize;
 
 use super::super::interleave::choose::Choice;
-use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
+use super::bytes::{GpuBytes, HostBytes, Residents, TierBudget, TierNeed, Traffic};
 use super::config::Model;
 use super::machine::{Machine, Workload};
 
@@ -22,6 +22,8 @@ pub enum Strategy {
     Speculation,
     /// States in host memory; CPU and GPU step subgroups at the same time (Deep Optimizer States).
     Interleave,
+    /// As `Interleave`; the states of as many subgroups as fit stay in the rest of GPU memory.
+    InterleaveResidents,
     /// States on the fastest path.
     TierOnePath,
     /// States on all paths (MLP-Offload).
@@ -34,12 +36,13 @@ pub enum Strategy {
 
 impl Strategy {
     /// All strategies. Of two that take the same time, the earlier one is simpler.
-    pub const ALL: [Strategy; 9] = [
+    pub const ALL: [Strategy; 10] = [
         Strategy::Gpu,
         Strategy::Host,
         Strategy::HostBf16Moments,
         Strategy::Speculation,
         Strategy::Interleave,
+        Strategy::InterleaveResidents,
         Strategy::TierOnePath,
         Strategy::Tier,
         Strategy::TierCache,
@@ -54,6 +57,7 @@ impl Strategy {
             Strategy::HostBf16Moments => "host-bf16-moments",
             Strategy::Speculation => "speculation",
             Strategy::Interleave => "interleave",
+            Strategy::InterleaveResidents => "interleave-residents",
             Strategy::TierOnePath => "tier-one-path",
             Strategy::Tier => "tier",
             Strategy::TierCache => "tier-cache",
@@ -64,6 +68,11 @@ impl Strategy {
     /// True if moments are f32, so that results do not depend on the strategy.
     pub const fn is_exact(self) -> bool {
         !matches!(self, Strategy::HostBf16Moments)
+    }
+
+    /// True for strategies in which CPU and GPU step subgroups at the same time, after the last gradient.
+    pub const fn is_interleaved(self) -> bool {
+        matches!(self, Strategy::Interleave | Strategy::InterleaveResidents)
     }
 
     /// True for strategies that keep states on paths.
@@ -110,4 +119,6 @@ pub struct Placement {
     pub interleaved: Option<Choice>,
     /// Subgroups of the interleaved plan whose gradients leave the GPU.
     pub leaving: usize,
+    /// The subgroups whose states stay on the GPU.
+    pub residents: Residents,
 }

@@ -3,13 +3,14 @@
 
 use serde::Serialize;
 
+use super::super::interleave::placements::Placement as Where;
 use super::super::interleave::share::{self, Balance};
 use super::super::{split, weights};
 use super::bytes::size;
 use super::config::Model;
 use super::machine::{Machine, PathSpec, Workload};
 use super::step::{self, PathSeconds, Step};
-use super::strategy::{Case, GpuBytes, HostBytes, Placement, Strategy, TierBudget, Traffic};
+use super::strategy::{Case, GpuBytes, HostBytes, Placement, Residents, Strategy, TierBudget, Traffic};
 use crate::error::{Error, Result};
 
 /// Units in which the state is divided over the paths; a tiered update moves parts of subgroups.
@@ -95,6 +96,8 @@ pub struct Outcome {
     pub weights_on_host: f64,
     /// Subgroups of a rank that host memory keeps from step to step.
     pub cached_subgroups: u64,
+    /// Subgroups of an interleaved plan whose states stay on the GPU of their rank.
+    pub residents: Residents,
     /// Buckets, or subgroups of an interleaved plan, that the GPU steps.
     pub gpu_steps: usize,
     /// The times; `None` if host memory cannot hold even the buffers.
@@ -140,7 +143,15 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
         let paths = machine.paths.len();
         let has_paths = if strategy == Strategy::TierOnePath { paths > 1 } else { paths > 0 };
         if !strategy.is_tiered() || has_paths {
-            strategies.push(outcome(&case, strategy)?);
+            let found = outcome(&case, strategy)?;
+            let shortens = |without: &Outcome| {
+                let step = |outcome: &Outcome| outcome.seconds.map_or(f64::INFINITY, |seconds| seconds.step);
+                found.residents.subgroups > 0 && step(&found) < step(without)
+            };
+            // The one before it is the same without residents.
+            if strategy != Strategy::InterleaveResidents || strategies.last().is_some_and(shortens) {
+                strategies.push(found);
+            }
         }
     }
     let fastest = quickest(&strategies, |_| true);
@@ -240,8 +251,9 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
         weights: if flow > 0.0 { "flow" } else { "stationary" },
         weights_on_host: flow,
         cached_subgroups: placed.tier.map_or(0, |need| need.cached),
+        residents: placed.residents,
         gpu_steps: match &placed.interleaved {
-            Some(chosen) => chosen.plan.count_on(super::super::interleave::placements::Placement::Gpu),
+            Some(chosen) => chosen.plan.count() - chosen.plan.count_on(Where::Cpu),
             None => placed.tail as usize,
         },
         seconds: Some(Seconds {
@@ -308,6 +320,7 @@ fn refused(strategy: Strategy, reason: String) -> Outcome {
         weights: "stationary",
         weights_on_host: 0.0,
         cached_subgroups: 0,
+        residents: Residents::default(),
         gpu_steps: 0,
         seconds: None,
         step: None,

@@ -5,7 +5,7 @@
 //! | `gpu` | after backward, on the GPU | they are there |
 //! | `host` | after the last gradient arrived: the norm needs all of them | after its step |
 //! | `speculation` | as soon as its gradient arrived | after its step |
-//! | `interleave` | as `crate::interleave::model` predicts | as predicted there |
+//! | `interleave*` | as `crate::interleave::model` predicts | as predicted there |
 //! | `tier*` | after its fetch, which begins after the last gradient arrived; then it is flushed | after its step |
 #![forbid(unsafe_code)]
 
@@ -98,7 +98,7 @@ pub fn predict(
     let tail = (placed.tail as usize).min(buckets.len());
     let leaving = match strategy {
         Strategy::Gpu => 0,
-        Strategy::Interleave => placed.leaving,
+        Strategy::Interleave | Strategy::InterleaveResidents => placed.leaving,
         _ => buckets.len() - tail,
     };
     let grads = work.backward(&buckets, leaving);
@@ -108,7 +108,7 @@ pub fn predict(
             work.gpu_step(buckets.iter().rev().take(tail).sum());
             work.cpu_steps(&buckets, &grads, 1.0, false);
         }
-        (Strategy::Interleave, _) => {}
+        (Strategy::Interleave | Strategy::InterleaveResidents, _) => {}
         (Strategy::HostBf16Moments, _) => work.cpu_steps(&buckets, &grads, BF16_MOMENTS, true),
         (_, Some((need, paths))) => work.tier_steps(&buckets, &grads, &need, paths),
         (_, None) => work.cpu_steps(&buckets, &grads, 1.0, true),
@@ -165,7 +165,7 @@ impl Work<'_> {
 
     /// Parameters of each bucket, in the order in which gradients arrive.
     fn buckets(&self, strategy: Strategy) -> Vec<u64> {
-        if strategy.is_tiered() || strategy == Strategy::Interleave {
+        if strategy.is_tiered() || strategy.is_interleaved() {
             return self.case.sizes.clone();
         }
         let (size, shard) = (self.case.bucket(), self.case.shard);

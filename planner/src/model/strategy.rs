@@ -5,13 +5,13 @@
 //! micro-batches.
 #![forbid(unsafe_code)]
 
-use super::super::interleave::choose::{self, Mode};
+use super::super::interleave::choose::{self, Choice, Mode};
 use super::super::interleave::memory;
 use super::super::interleave::placements::Placement as Where;
 use super::super::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
 use super::bytes::size;
-pub use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
+pub use super::bytes::{GpuBytes, HostBytes, Residents, TierBudget, TierNeed, Traffic};
 pub use super::case::{Case, Placement, Strategy};
 use super::config::Model;
 use super::flow;
@@ -112,6 +112,11 @@ impl<'a> Case<'a> {
         }
     }
 
+    /// True if the host adds up the gradients of several micro-batches.
+    fn accumulates(&self) -> bool {
+        self.run.accumulation > 1
+    }
+
     fn activations(&self) -> Result<u64> {
         let (tokens, model) = (u128::from(self.run.tokens()), self.model);
         let (hidden, layers) = (u128::from(model.hidden), u128::from(model.layers));
@@ -133,7 +138,7 @@ impl<'a> Case<'a> {
         let run = self.run;
         let shard = self.shard;
         let gathers = run.stage == 3 && run.ranks > 1;
-        let accumulates = run.accumulation > 1;
+        let accumulates = self.accumulates();
         let in_flight = (PAIR * self.bucket()).max(self.model.largest_module.min(shard));
         let gradient = if accumulates { WORD } else { HALF };
         let staging = PAIR * HALF * self.bucket();
@@ -163,6 +168,7 @@ impl<'a> Case<'a> {
             tail: 0,
             interleaved: None,
             leaving: 0,
+            residents: Residents::default(),
         };
         match strategy {
             Strategy::Gpu => {
@@ -175,6 +181,7 @@ impl<'a> Case<'a> {
             Strategy::HostBf16Moments => placed.host.states = BF16_STATE * shard,
             Strategy::Speculation => self.speculate(&mut placed),
             Strategy::Interleave => self.interleave(&mut placed)?,
+            Strategy::InterleaveResidents => self.interleave_with_residents(&mut placed)?,
             Strategy::TierSplitMaster => placed.host.weights = HALF * shard,
             Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
                 placed.host.weights = PAIR * HALF * self.sizes.iter().copied().max().unwrap_or(0);
@@ -216,51 +223,85 @@ impl<'a> Case<'a> {
         placed.traffic.d2h = HALF * left * self.run.accumulation;
     }
 
+    /// The subgroups of an interleaved plan, and how they are transferred.
+    fn interleaved_shape(&self, gpu_grads: GpuGrads) -> Shape {
+        const CHUNK: u64 = 16 << 20;
+        let parts = |chunk: u64| self.sizes.iter().map(|size| size.div_ceil(chunk)).sum::<u64>();
+        Shape {
+            sizes: self.sizes.clone(),
+            chunk: if parts(CHUNK) <= MOST_SUBGROUPS { CHUNK } else { u64::MAX },
+            slots: DEFAULT_SLOTS,
+            transfer_dtype: if self.accumulates() { TransferDtype::F32 } else { TransferDtype::Native },
+            gpu_grads,
+        }
+    }
+
     /// The interleaved plan; gradients of GPU subgroups stay on the GPU if they fit beside all weights.
     fn interleave(&self, placed: &mut Placement) -> Result<()> {
-        const CHUNK: u64 = 16 << 20;
-        let accumulates = self.run.accumulation > 1;
-        let transfer = if accumulates { TransferDtype::F32 } else { TransferDtype::Native };
-        let parts = |chunk: u64| self.sizes.iter().map(|size| size.div_ceil(chunk)).sum::<u64>();
-        let chunk = if parts(CHUNK) <= MOST_SUBGROUPS { CHUNK } else { u64::MAX };
         let base = placed.gpu;
         for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
-            if gpu_grads == GpuGrads::Kept && accumulates {
+            if gpu_grads == GpuGrads::Kept && self.accumulates() {
                 continue;
             }
-            let shape = Shape {
-                sizes: self.sizes.clone(),
-                chunk,
-                slots: DEFAULT_SLOTS,
-                transfer_dtype: transfer,
-                gpu_grads,
-            };
+            let shape = self.interleaved_shape(gpu_grads);
             let chosen = choose::choose(&shape, &self.rates(), 0, 0.0, Mode::Model)?;
-            let bytes = memory::bytes(&shape, &chosen.plan);
-            placed.gpu = GpuBytes {
-                states: bytes.slots + bytes.chunks,
-                gradients: base.gradients + bytes.kept_grads,
-                ..base
-            };
-            placed.host = HostBytes {
-                states: bytes.host_states,
-                gradients: bytes.host_grads,
-                weights: bytes.stages,
-                undo: 0,
-            };
-            let earlier = HALF * self.shard * (self.run.accumulation - 1);
-            placed.traffic =
-                Traffic { h2d: bytes.to_device, d2h: bytes.to_host + earlier, ..Traffic::default() };
-            placed.leaving = match gpu_grads {
-                GpuGrads::Kept => shape.count() - chosen.plan.count_on(Where::Gpu),
-                GpuGrads::Fetched => shape.count(),
-            };
-            placed.interleaved = Some(chosen);
+            self.interleaved(placed, base, &shape, chosen);
             if placed.gpu.total() + HALF * self.weights() <= self.machine.gpu_memory {
                 break;
             }
         }
         Ok(())
+    }
+
+    /// The interleaved plan with as many residents as fit beside all weights. Without room for one, nothing is placed. So
+    /// it is if the host adds up the gradients of several micro-batches: that of a resident must be on the GPU.
+    fn interleave_with_residents(&self, placed: &mut Placement) -> Result<()> {
+        let (base, memory) = (placed.gpu, self.machine.gpu_memory);
+        let used = base.total() + HALF * self.weights() + memory / memory::RESERVE;
+        let room = memory.saturating_sub(used);
+        let least = (STATE + HALF) * self.sizes.last().copied().unwrap_or(0);
+        if self.accumulates() || room < least {
+            return Ok(());
+        }
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            let shape = self.interleaved_shape(gpu_grads);
+            let chosen = choose::within_with_grads(&shape, &self.rates(), room, 0.0)?;
+            let shortest = placed.interleaved.as_ref().map_or(f64::INFINITY, |best| best.prediction.exposed);
+            if chosen.plan.count_on(Where::Resident) > 0 && chosen.prediction.exposed < shortest {
+                self.interleaved(placed, base, &shape, chosen);
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of an interleaved plan beside `base`.
+    fn interleaved(&self, placed: &mut Placement, base: GpuBytes, shape: &Shape, chosen: Choice) {
+        let bytes = memory::bytes(shape, &chosen.plan);
+        placed.gpu = GpuBytes {
+            states: bytes.slots + bytes.chunks + bytes.residents,
+            gradients: base.gradients + bytes.kept_grads,
+            ..base
+        };
+        placed.host = HostBytes {
+            // Residents keep their place in host memory, for a checkpoint and for another plan.
+            states: bytes.host_states + bytes.residents,
+            gradients: bytes.host_grads,
+            weights: bytes.stages,
+            undo: 0,
+        };
+        let earlier = HALF * self.shard * (self.run.accumulation - 1);
+        placed.traffic = Traffic { h2d: bytes.to_device, d2h: bytes.to_host + earlier, ..Traffic::default() };
+        let on = |placement| chosen.plan.count_on(placement);
+        placed.residents = Residents {
+            subgroups: on(Where::Resident),
+            parameters: bytes.residents / STATE,
+            bytes: bytes.residents,
+        };
+        placed.leaving = match shape.gpu_grads {
+            GpuGrads::Kept => on(Where::Cpu),
+            GpuGrads::Fetched => shape.count() - on(Where::Resident),
+        };
+        placed.interleaved = Some(chosen);
     }
 
     /// The tiered update; its cache gets the host memory that gradients and weights leave.

@@ -8,7 +8,7 @@ use super::machine::{Machine, PathSpec, Workload};
 use super::presets;
 use super::report::{Outcome, Plan, plan};
 use super::step::ROWS;
-use super::strategy::{Strategy, TierNeed};
+use super::strategy::{Residents, Strategy, TierNeed};
 use crate::error::{Error, Result};
 
 /// A stand-in for `offload::swap::budget`, which a layer above has: 12 or 10 bytes per parameter, `2 * paths + 1`
@@ -197,6 +197,13 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
                 assert_eq!(host.states, 12 * shard);
                 assert_eq!(traffic.h2d, 12 * gpu + 2 * (shard - gpu));
             }
+            // All states fit on the GPU.
+            Strategy::InterleaveResidents => {
+                let all = Residents { subgroups: 10, parameters: shard, bytes: 12 * shard };
+                assert_eq!((outcome.residents, outcome.gpu_steps, outcome.gpu.states), (all, 10, 12 * shard));
+                assert_eq!((host.states, host.gradients, host.weights), (12 * shard, 0, 0));
+                assert_eq!((traffic.h2d, traffic.d2h), (0, 0));
+            }
             Strategy::TierOnePath => assert_eq!(host.states, 3 * 12 * 100_000_000),
             Strategy::Tier => {
                 assert_eq!((host.states, host.weights), (5 * 12 * 100_000_000, 4 * 100_000_000));
@@ -218,6 +225,48 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
     close(space(&found), 24e9, 1e-6);
     let scratch = plan(&model, &machine, &Workload { commits: false, ..run }, &need).unwrap();
     close(space(&scratch), 12e9 + 5.0 * 1.2e9, 1e-6);
+}
+
+/// Residents fill the GPU's memory but for a tenth, and never make a step longer.
+#[test]
+fn residents_take_the_gpu_memory_that_is_left_and_shorten_the_step() {
+    let (model, machine, run) = small();
+    let full = plan(&model, &machine, &run, &need).unwrap();
+    let beside = of(&full, Strategy::InterleaveResidents);
+    let beside = beside.gpu_bytes - beside.gpu.states;
+    let mut seen = Vec::new();
+    for subgroups in 0..=10 {
+        let room = beside + subgroups * 1_200_000_000;
+        let machine = Machine { gpu_memory: room * 10 / 9 + 10, ..machine.clone() };
+        let found = plan(&model, &machine, &run, &need).unwrap();
+        let without = of(&found, Strategy::Interleave);
+        assert_eq!((without.residents, without.gpu_steps > 0), (Residents::default(), true));
+        let Some(with) = found.strategies.iter().find(|one| one.strategy == Strategy::InterleaveResidents)
+        else {
+            continue;
+        };
+        let kept = with.residents;
+        assert_eq!(
+            (kept.parameters, kept.bytes),
+            (kept.subgroups as u64 * 100_000_000, 12 * kept.parameters)
+        );
+        assert!(with.fits && with.gpu_bytes <= machine.gpu_memory - machine.gpu_memory / 10, "{with:?}");
+        assert!(
+            with.seconds.unwrap().step < without.seconds.unwrap().step && kept.subgroups <= with.gpu_steps
+        );
+        // The places of states stay in host memory; no gradient of a resident leaves the GPU.
+        assert_eq!(with.host.states, 12_000_000_000);
+        let fetched = (with.gpu_steps - kept.subgroups) as u64;
+        let leaving = [10 - with.gpu_steps as u64, 10 - kept.subgroups as u64].map(|left| left * 200_000_000);
+        assert!(leaving.contains(&with.host.gradients), "{with:?}");
+        let traffic = 24 * fetched * 100_000_000 + 2 * leaving[0] + 2 * (with.host.gradients - leaving[0]);
+        assert_eq!(with.traffic.h2d + with.traffic.d2h, traffic);
+        seen.push(kept.subgroups);
+    }
+    assert!(seen.len() > 5 && seen[0] < 5 && seen.contains(&9), "{seen:?}");
+    // The host adds up the gradients of several micro-batches.
+    let found = plan(&model, &machine, &Workload { accumulation: 2, ..run }, &need).unwrap();
+    assert!(found.strategies.iter().all(|outcome| outcome.residents == Residents::default()));
 }
 
 #[test]

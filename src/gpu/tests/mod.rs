@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::device::Device;
 use super::driver::Driver;
 use super::memory::DeviceSpan;
-use super::stream::{ForeignStream, Stream};
+use super::stream::{ForeignStream, GpuEvent, Stream};
 use super::table::Table;
 use crate::sys::span::Span;
 
@@ -47,6 +47,31 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
         assert!(Instant::now() < end, "the condition does not become true");
         std::thread::yield_now();
     }
+}
+
+/// From now on no work of fake GPU `ordinal` ends, and a call that queues work blocks after `space` operations.
+pub(crate) fn fill(ordinal: u32, stream: &Stream, space: usize) {
+    stream.record(&GpuEvent::new(stream.device()).unwrap()).unwrap();
+    fakecuda::with(ordinal, |gpu| (gpu.stalled, gpu.limits.depth) = (true, gpu.queued() + space));
+}
+
+/// Runs `call` until fake GPU `ordinal`, which is stalled, blocks it. Meanwhile `others` returns. Then the GPU goes on.
+pub(crate) fn while_blocked(ordinal: u32, call: impl FnOnce() + Send, others: impl FnOnce() + Send) {
+    std::thread::scope(|scope| {
+        let blocked = scope.spawn(call);
+        until(|| fakecuda::with(ordinal, |gpu| gpu.waiting == 1));
+        let others = scope.spawn(others);
+        let end = Instant::now() + Duration::from_secs(60);
+        while !others.is_finished() && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        let returned = others.is_finished() && !blocked.is_finished();
+        fakecuda::with(ordinal, |gpu| gpu.limits.depth = 1024);
+        fakecuda::resume(ordinal);
+        others.join().unwrap();
+        blocked.join().unwrap();
+        assert!(returned, "a call waits for one that the driver blocks");
+    });
 }
 
 /// Device memory of another part of the library, whose owner keeps it allocated.

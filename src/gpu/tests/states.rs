@@ -368,14 +368,14 @@ fn memory_that_is_registered_does_not_wait_for_the_registration_of_other_memory(
 
 #[test]
 fn memory_that_others_registered_in_part_is_refused() {
-    let device = device(45);
+    let device = device(90);
     let region = Region::open(8192, Backing::default()).unwrap();
     let registry = Registry::new(&device);
-    fakecuda::with(45, |gpu| gpu.page_lock(region.span().address(), 4096));
+    fakecuda::with(90, |gpu| gpu.page_lock(region.span().address(), 4096));
     assert!(kind(registry.host(region.span(), "block")).1.contains("registering 8192 bytes"));
-    fakecuda::with(45, |gpu| gpu.page_lock(region.span().address(), 8192));
+    fakecuda::with(90, |gpu| gpu.page_lock(region.span().address(), 8192));
     registry.host(region.span(), "block").unwrap();
     drop(registry);
-    fakecuda::with(45, |gpu| assert_eq!(gpu.alive()[4], 1, "still the owner's"));
+    fakecuda::with(90, |gpu| assert_eq!(gpu.alive()[4], 1, "still the owner's"));
     region.retire();
 }

@@ -8,6 +8,8 @@
 //! - An event is created at its first use. As the schedule requires, waiting for an unrecorded event does not block.
 //! - Times come from the GPU, relative to a mark recorded when a step begins. They are for planning and traces only.
 //! - Consecutive parts of one copy get a single timing, since timing events take space in the device's queues.
+//! - No lock is held during a call of the driver, which may block. A lane's commands come from one thread at a time, so
+//!   its streams and timings need no lock over several steps.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -29,7 +31,7 @@ use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, Par
 
 /// Lanes with a CUDA stream of their own.
 const STREAMS: [Lane; 5] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident];
-/// Maximum number of timings in flight or kept, for a caller that never reads them.
+/// Maximum number of timings in flight or kept, for a caller that never reads them; each lane may add one.
 const MOST_TIMED: usize = 1 << 14;
 
 /// One GPU, and the arrays of one rank.
@@ -94,13 +96,13 @@ impl Gpu {
     }
 
     fn event(&self, event: LaneEvent) -> Result<Arc<GpuEvent>> {
-        let mut events = self.events.lock();
-        if let Some(known) = events.get(&event) {
-            return Ok(Arc::clone(known));
+        let known = self.events.lock().get(&event).cloned();
+        if let Some(known) = known {
+            return Ok(known);
         }
         let made = Arc::new(GpuEvent::new(&self.device)?);
-        events.insert(event, Arc::clone(&made));
-        Ok(made)
+        // Another thread may have been faster.
+        Ok(Arc::clone(self.events.lock().entry(event).or_insert(made)))
     }
 
     /// Frees the memory of former residents whose states have reached host memory.
@@ -139,23 +141,34 @@ impl Gpu {
 
     /// Records the start of work, if a step has begun and fewer than `MOST_TIMED` timings are in flight.
     fn start_timing(&self, stream: &Stream, lane: Lane) -> Result<()> {
-        let mut times = self.times.lock();
-        let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
-            return Ok(());
+        let (mark, spare) = {
+            let mut times = self.times.lock();
+            let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
+                return Ok(());
+            };
+            (mark, times.spare.pop())
         };
-        let start = times.spare.pop().map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
-        stream.record(&start)?;
-        times.begun.insert(lane, (mark, start));
+        let start = self.record_timing(stream, spare)?;
+        self.times.lock().begun.insert(lane, (mark, start));
         Ok(())
     }
 
     fn end_timing(&self, stream: &Stream, lane: Lane, work: Work) -> Result<()> {
-        let mut times = self.times.lock();
-        let Some((mark, start)) = times.begun.remove(&lane) else { return Ok(()) };
-        let end = times.spare.pop().map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
-        stream.record(&end)?;
-        times.under_way.push((lane, work, mark, start, end));
+        let (begun, spare) = {
+            let mut times = self.times.lock();
+            let Some(begun) = times.begun.remove(&lane) else { return Ok(()) };
+            (begun, times.spare.pop())
+        };
+        let (mark, start) = begun;
+        let end = self.record_timing(stream, spare)?;
+        self.times.lock().under_way.push((lane, work, mark, start, end));
         Ok(())
+    }
+
+    fn record_timing(&self, stream: &Stream, spare: Option<GpuEvent>) -> Result<GpuEvent> {
+        let event = spare.map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
+        stream.record(&event)?;
+        Ok(event)
     }
 }
 
@@ -211,20 +224,26 @@ impl Backend for Gpu {
     }
 
     fn timings(&self) -> Vec<Timing> {
-        let mut times = self.times.lock();
-        let all = std::mem::take(&mut times.under_way);
+        let (all, mut ran) = {
+            let times = &mut *self.times.lock();
+            (std::mem::take(&mut times.under_way), std::mem::take(&mut times.ran))
+        };
+        let (mut pending, mut spare) = (Vec::new(), Vec::new());
         for (lane, work, mark, start, end) in all {
             if !end.done().unwrap_or(false) {
-                times.under_way.push((lane, work, mark, start, end));
+                pending.push((lane, work, mark, start, end));
                 continue;
             }
             if let (Ok(from), Ok(took)) = (mark.event.seconds_to(&start), start.seconds_to(&end)) {
                 let start = mark.at + from;
-                times.ran.push(Timing { lane, work, start, end: start + took });
+                ran.push(Timing { lane, work, start, end: start + took });
             }
-            times.spare.extend([start, end]);
+            spare.extend([start, end]);
         }
-        std::mem::take(&mut times.ran)
+        let mut times = self.times.lock();
+        times.under_way.splice(0..0, pending);
+        times.spare.extend(spare);
+        ran
     }
 }
 

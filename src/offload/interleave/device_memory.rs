@@ -16,14 +16,13 @@ use crate::pool::buffer::Buffer;
 use crate::sys::deferred::Deferred;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
+use spillway_planner::interleave::memory::RESERVE;
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::{PAIR, Part, StateArray, Work};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// Bytes of an f32.
 const WORD: u64 = 4;
-/// The part of the device's memory that stays free for the framework: one in this number.
-const RESERVE: u64 = 10;
 
 /// An array in pinned host memory, used by copies and by the CPU.
 #[derive(Debug)]
@@ -151,7 +150,8 @@ pub struct Memory {
     chunks: [Deferred<DeviceMemory>; PAIR],
     residents: Vec<Deferred<DeviceSlot>>,
     /// Memory of former residents that copies to the host may still read. Freeing it earlier would make the driver wait
-    /// for all streams.
+    /// for all streams. The lock is held while the driver frees: a change of the plan needs the memory, and nothing else
+    /// takes the lock but another free.
     evicted: Lock<Vec<(usize, Arc<DeviceSlot>)>>,
 }
 

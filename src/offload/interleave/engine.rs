@@ -4,8 +4,9 @@
 //! second thread enqueues the rest, piece by piece, as the queues drain.
 //!
 //! Invariants:
-//! - The lock is held while the commands of a call are enqueued. It is not held while the commands of a step are
-//!   enqueued, nor while any command runs or is waited for.
+//! - The state machine's lock is not held while a command is enqueued, runs or is waited for, nor while the backend is
+//!   asked. See [`Calls`] for the order of the commands of calls.
+//! - The lock of the timings is held while the backend is asked for timings, which waits for no work.
 //! - The threads of a step take only subgroups of that step. They may still be exiting when the next step begins.
 //! - Dropping the engine blocks until those threads and the backend are idle, so that memory lent to the backend may be
 //!   freed.
@@ -15,6 +16,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use super::calls::Calls;
 use super::machine::Machine;
 use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
@@ -61,7 +63,7 @@ struct Watched {
 
 struct Inner {
     backend: Box<dyn Backend>,
-    machine: Lock<Machine>,
+    calls: Calls,
     /// Signalled when a subgroup has stepped or a failure occurred.
     changed: Signal,
 }
@@ -76,8 +78,8 @@ struct Worker {
 impl InterleavedUpdate {
     /// Starts with all subgroups on the CPU.
     pub fn new(shape: Shape, backend: Box<dyn Backend>) -> Result<InterleavedUpdate> {
-        let machine = Lock::new(Machine::new(shape)?);
-        let inner = Arc::new(Inner { backend, machine, changed: Signal::default() });
+        let calls = Calls::new(Machine::new(shape)?);
+        let inner = Arc::new(Inner { backend, calls, changed: Signal::default() });
         Ok(InterleavedUpdate { inner, worker: Arc::default(), watched: Lock::default() })
     }
 
@@ -101,47 +103,46 @@ impl InterleavedUpdate {
 
     /// Changes the plan to what the backend accepts of it, and returns that.
     fn adopt(&self, plan: Plan) -> Result<Plan> {
-        let mut machine = self.machine();
-        machine.may_set_plan(&plan)?;
-        let accepted = self.inner.backend.accepts(plan)?;
-        machine.set_plan(accepted.clone(), &mut |command| self.inner.backend.play(command, None))?;
-        Ok(accepted)
+        let backend = &*self.inner.backend;
+        self.inner
+            .calls
+            .set_plan(plan, |plan| backend.accepts(plan), &mut |command| backend.play(command, None))
     }
 
     /// Work already queued on `stream` produces the gradient of `subgroup`; its transfer may start.
     pub fn gradient(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine().gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
+        self.inner.calls.gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// Work already queued on `stream` contains every read of the 16-bit parameters of `subgroup`, which may then be
     /// overwritten. [`InterleavedUpdate::begin`] implies this call for the remaining subgroups.
     pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine().params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
+        self.inner.calls.params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// Starts the step of all subgroups and returns. Every gradient must have been announced. `stream` is the
     /// framework's. `rules` holds one rule for all subgroups, or one per subgroup.
     pub fn begin(&self, rules: Vec<AdamRule>, stream: Model) -> Result<()> {
-        let mut machine = self.machine();
-        let count = machine.shape().count();
+        let count = self.machine().shape().count();
         if rules.len() != 1 && rules.len() != count {
             return Err(Error::invalid(
                 "rules",
                 format!("there are {}, but 1 or {count} are needed", rules.len()),
             ));
         }
-        // The backend replaces the coefficients, which a step in flight still reads.
-        machine.may_begin()?;
-        self.inner.backend.begin(rules.into())?;
-        self.collect().ran.clear();
-        machine.begin(&mut |command| self.inner.backend.play(command, stream))?;
-        let on_cpu = machine.plan().count_on(Placement::Cpu);
-        drop(machine);
+        let prepare = || {
+            self.inner.backend.begin(rules.into())?;
+            self.collect().ran.clear();
+            Ok(())
+        };
+        let emit = &mut |command| self.inner.backend.play(command, stream);
+        let on_cpu = self.inner.calls.begin(prepare, emit)?;
         if on_cpu > 0 {
             self.start_worker("spillway-step", move |inner| inner.cpu_part(on_cpu))?;
         }
         self.inner.gpu_part(true, usize::MAX)?;
-        match self.inner.machine.lock().pieces_left() {
+        let left = self.machine().pieces_left();
+        match left {
             0 => Ok(()),
             left => self.start_worker("spillway-feed", move |inner| drop(inner.gpu_part(false, left))),
         }
@@ -166,9 +167,12 @@ impl InterleavedUpdate {
 
     /// True if the parameters of a subgroup are those of the last step begun.
     pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
-        let machine = self.machine();
-        machine.check(subgroup)?;
-        Ok(!machine.is_stepping(subgroup) && self.inner.backend.reached(LaneEvent::Ready(subgroup))?)
+        let is_stepping = {
+            let machine = self.machine();
+            machine.check(subgroup)?;
+            machine.is_stepping(subgroup)
+        };
+        Ok(!is_stepping && self.inner.backend.reached(LaneEvent::Ready(subgroup))?)
     }
 
     /// [`InterleavedUpdate::publish`] for every subgroup. Flushes may still be in flight afterwards.
@@ -236,13 +240,14 @@ impl InterleavedUpdate {
     /// Subgroups whose state in host memory is not the state after the last step: residents, subgroups whose flush is
     /// in flight, and after a failure every subgroup in doubt.
     pub fn away(&self) -> Vec<usize> {
-        let machine = self.machine();
-        let home = |subgroup: &usize| {
-            machine.plan().placement(*subgroup) != Placement::Resident
-                && !machine.is_stepping(*subgroup)
-                && self.inner.backend.reached(LaneEvent::Home(*subgroup)).unwrap_or(false)
+        let sent: Vec<bool> = {
+            let machine = self.machine();
+            let resident = |subgroup| machine.plan().placement(subgroup) == Placement::Resident;
+            let sent = |subgroup| !resident(subgroup) && !machine.is_stepping(subgroup);
+            (0..machine.shape().count()).map(sent).collect()
         };
-        (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
+        let reached = |subgroup| self.inner.backend.reached(LaneEvent::Home(subgroup)).unwrap_or(false);
+        (0..sent.len()).filter(|subgroup| !sent[*subgroup] || !reached(*subgroup)).collect()
     }
 
     /// Timings since the last step began.
@@ -262,7 +267,7 @@ impl InterleavedUpdate {
     }
 
     fn machine(&self) -> Guard<'_, Machine> {
-        self.inner.machine.lock()
+        self.inner.calls.machine()
     }
 
     /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
@@ -286,7 +291,7 @@ impl InterleavedUpdate {
 impl Inner {
     fn cpu_part(&self, subgroups: usize) {
         for _ in 0..subgroups {
-            let Some((nth, subgroup)) = self.machine.lock().next_cpu() else { return };
+            let Some((nth, subgroup)) = self.calls.machine().next_cpu() else { return };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
             // The state machine keeps the failure and returns it from every later call.
@@ -297,15 +302,15 @@ impl Inner {
     /// Enqueues at most `most` pieces of the GPU's part. With `at_once`, stops at the first piece that must wait for
     /// space in the device's queues.
     fn gpu_part(&self, at_once: bool, most: usize) -> Result<()> {
-        let shape = self.machine.lock().shape().clone();
+        let shape = self.calls.machine().shape().clone();
         for _ in 0..most {
-            let Some((piece, room)) = self.machine.lock().next_gpu(at_once) else { return Ok(()) };
+            let Some((piece, room)) = self.calls.machine().next_gpu(at_once) else { return Ok(()) };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 pieces::room(&room, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
             }));
             let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
-            let kept = self.machine.lock().enqueued(piece, outcome);
+            let kept = self.calls.machine().enqueued(piece, outcome);
             self.changed.notify_all();
             kept?;
         }
@@ -313,7 +318,7 @@ impl Inner {
     }
 
     fn done(&self, subgroup: usize, outcome: Result<()>) -> Result<()> {
-        let kept = self.machine.lock().stepped(subgroup, outcome);
+        let kept = self.calls.machine().stepped(subgroup, outcome);
         self.changed.notify_all();
         kept
     }

@@ -1,14 +1,13 @@
-//! The state machine of the interleaved update: the valid order of calls, and the commands that each call emits.
+//! The state machine of the interleaved update: the valid order of calls, and what each call changes.
 //!
-//! The order of calls in one iteration:
-//! 1. [`Machine::set_plan`], if the plan changes.
-//! 2. [`Machine::gradient`] for every subgroup, in any order.
-//! 3. [`Machine::begin`].
+//! The order of calls in one iteration, see [`Calls`](super::calls::Calls):
+//! 1. `set_plan`, if the plan changes.
+//! 2. `gradient` for every subgroup, in any order.
+//! 3. `begin`.
 //! 4. The CPU's part and the GPU's part, each one subgroup at a time. Parameters are published as they become ready.
 //!
 //! Flushes may still be in flight when the gradients of the next iteration arrive. A call out of order returns an error
-//! and changes nothing. The same holds for a call whose record on the framework's stream is refused: this record comes
-//! before every change.
+//! and changes nothing.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, VecDeque};
@@ -17,7 +16,6 @@ use crate::error::{Error, Result};
 use spillway_planner::interleave::Shape;
 use spillway_planner::interleave::pieces::{self, Due, Piece};
 use spillway_planner::interleave::placements::{Placement, Plan};
-use spillway_planner::interleave::schedule::{self, Command, Lane, LaneEvent, Sink};
 
 /// The state machine of the calls of one rank.
 #[derive(Debug)]
@@ -64,7 +62,7 @@ impl Machine {
         &self.plan
     }
 
-    /// True from [`Machine::begin`] until the CPU has updated the subgroup or its piece is enqueued. After a failure it
+    /// True from the begin of a step until the CPU has updated the subgroup or its piece is enqueued. After a failure it
     /// stays true for the subgroups that were left.
     pub fn is_stepping(&self, subgroup: usize) -> bool {
         match &self.phase {
@@ -73,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// Returns Ok if [`Machine::set_plan`] would accept this plan now, and its error otherwise.
+    /// Returns Ok if the plan may change to this one now.
     pub fn may_set_plan(&self, plan: &Plan) -> Result<()> {
         match &self.phase {
             Phase::Failed { error, .. } => Err(error.clone()),
@@ -88,59 +86,56 @@ impl Machine {
         }
     }
 
-    /// Changes the plan of the next step, and moves the states of new and former residents. Errors: a gradient of the
-    /// next step was announced, or a step is in flight (`Busy`).
-    pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink<Error>) -> Result<()> {
-        self.may_set_plan(&plan)?;
-        let emitted = schedule::change_residents(&self.shape, &self.plan, &plan, emit);
+    /// The plan of the next step, whose residents are moved.
+    pub fn set_plan(&mut self, plan: Plan) {
         self.plan = plan;
-        self.keep(emitted)
     }
 
-    /// The framework has enqueued the gradient of a subgroup.
-    pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
+    /// Returns Ok if the gradient of a subgroup may be announced now.
+    pub fn may_announce(&self, subgroup: usize) -> Result<()> {
         if self.announced(subgroup)?.grad {
             return Err(Error::invalid(
                 "subgroup",
                 format!("the gradient of subgroup {subgroup} was announced already"),
             ));
         }
-        emit(Command::Record(Lane::Model, LaneEvent::Grad(subgroup)))?;
-        self.announce(subgroup, |announced| announced.grad = true);
-        let emitted = schedule::gradient_out(&self.shape, &self.plan, subgroup, emit);
-        self.keep(emitted)
+        Ok(())
     }
 
-    /// The framework no longer reads the 16-bit parameters of a subgroup. [`Machine::begin`] implies this call for the
-    /// remaining subgroups.
-    pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
+    /// Returns Ok if the 16-bit parameters of a subgroup may be released now.
+    pub fn may_free(&self, subgroup: usize) -> Result<()> {
         if self.announced(subgroup)?.free {
             return Err(Error::invalid(
                 "subgroup",
                 format!("the parameters of subgroup {subgroup} were released already"),
             ));
         }
-        emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup)))?;
-        self.announce(subgroup, |announced| announced.free = true);
         Ok(())
     }
 
-    /// Returns Ok if [`Machine::begin`] would begin a step now, and its error otherwise.
-    pub fn may_begin(&self) -> Result<()> {
-        self.gathered().map(drop)
+    /// The framework has enqueued the gradient of a subgroup.
+    pub fn gradient(&mut self, subgroup: usize) {
+        self.announce(subgroup, |announced| announced.grad = true);
     }
 
-    /// Begins a step: `next_cpu` and `next_gpu` then return its parts. Errors: a gradient is missing; the last step is
-    /// in flight (`Busy`).
-    pub fn begin(&mut self, emit: &mut impl Sink<Error>) -> Result<()> {
+    /// The framework no longer reads the 16-bit parameters of a subgroup.
+    pub fn params_free(&mut self, subgroup: usize) {
+        self.announce(subgroup, |announced| announced.free = true);
+    }
+
+    /// The subgroups whose parameters are not released, if a step may begin now. Errors: a gradient is missing; the last
+    /// step is in flight (`Busy`).
+    pub fn may_begin(&self) -> Result<Vec<usize>> {
         let announced = self.gathered()?;
-        let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
-        late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup))))?;
+        Ok((0..announced.len()).filter(|subgroup| !announced[*subgroup].free).collect())
+    }
+
+    /// Begins a step that may begin: `next_cpu` and `next_gpu` then return its parts.
+    pub fn begin(&mut self) {
         let waiting: VecDeque<_> = self.plan.on(Placement::Cpu).enumerate().collect();
         let pieces = pieces::pieces(&self.shape, &self.plan).into();
         let left: BTreeSet<usize> = (0..self.shape.count()).collect();
         self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, pieces, left } };
-        Ok(())
     }
 
     /// What was announced of each subgroup, once every gradient was.
@@ -249,7 +244,7 @@ impl Machine {
     }
 
     /// Keeps the first failure: a failing backend leaves its lanes in an unknown state, so every later call returns it.
-    fn keep(&mut self, emitted: Result<()>) -> Result<()> {
+    pub fn keep(&mut self, emitted: Result<()>) -> Result<()> {
         if let Err(error) = &emitted {
             let left = match std::mem::replace(&mut self.phase, Phase::Idle) {
                 Phase::Stepping { left, .. } | Phase::Failed { left, .. } => left,

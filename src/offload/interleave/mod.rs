@@ -5,7 +5,8 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | [`machine`] | the state machine of the calls, and the commands that each call emits: no threads, no clock |
+//! | [`machine`] | the state machine of the calls: no commands, no threads, no clock |
+//! | [`calls`] | the commands that each call emits, and the locks meanwhile |
 //! | [`engine`] | the state machine on a backend, with threads for the CPU's and the GPU's part of a step |
 //! | [`host`] | the backend without a device: its lanes are threads, its kernels are the CPU's |
 //! | [`device`], [`device_memory`] | the backend on a GPU: its streams, events, and device and host arrays |
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod arrays;
+pub mod calls;
 pub mod device;
 pub mod device_memory;
 pub mod engine;

@@ -7,6 +7,7 @@
 //! Invariants:
 //! - A copy in host memory is overwritten only after its last upload has finished.
 //! - A framework stream ordered by [`Ready`] reads the parameters of the bucket's last task, never older ones.
+//! - No lock is held during a wait, nor during a call of the driver.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -35,7 +36,8 @@ enum Mark {
 impl Ready {
     /// Makes later work on `stream` wait for the parameters.
     pub fn order(&self, stream: ForeignStream) -> Result<()> {
-        self.marks().iter().try_for_each(|mark| match mark {
+        let marks = self.marks().clone();
+        marks.iter().try_for_each(|mark| match mark {
             Mark::Upload(transfers, ticket) => transfers.stream_wait(*ticket, stream),
             Mark::Step(event) => stream.wait(event),
         })
@@ -196,7 +198,7 @@ mod tests {
     use crate::gpu::kernels::{DeviceFloats, Kernels};
     use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
     use crate::gpu::stream::Stream;
-    use crate::gpu::tests::{device, foreign, until};
+    use crate::gpu::tests::{device, fill, foreign, until, while_blocked};
     use crate::gpu::transfer::{After, Direction};
     use crate::gpu::watch::Watches;
     use crate::offload::speculate::{Clip, Engine, Verdict};
@@ -299,6 +301,21 @@ mod tests {
         assert_eq!(races, [""; 0]);
         drop((source, target));
         [from, to].iter().for_each(|block| pinned::free(*block).unwrap());
+    }
+
+    #[test]
+    fn a_reader_that_the_driver_blocks_keeps_no_task_waiting() {
+        let device = device(87);
+        let framework = Stream::new(&device).unwrap();
+        let event = Arc::new(GpuEvent::new(&device).unwrap());
+        framework.record(&event).unwrap();
+        let stepped = Mark::Step(event);
+        let ready = Ready(Lock::new(vec![stepped.clone()]));
+        fill(87, &framework, 0);
+        let order = || ready.order(foreign(&framework)).unwrap();
+        // The task of a resident that has stepped.
+        while_blocked(87, order, || *ready.marks() = vec![stepped]);
+        framework.synchronize().unwrap();
     }
 
     /// The engine's callers have limits of their own; the task of the bucket fails, and overwrites nothing.

@@ -26,6 +26,14 @@ impl Mark {
         self.0.as_ref().is_none_or(|event| event.done().unwrap_or(false))
     }
 
+    /// True if both are the same point.
+    pub fn is(&self, other: &Mark) -> bool {
+        match (&self.0, &other.0) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            (one, other) => one.is_none() && other.is_none(),
+        }
+    }
+
     /// Blocks until the work before the mark is done. Errors: `Timeout` after the device's patience.
     pub fn wait(&self) -> Result<()> {
         self.0.as_ref().map_or(Ok(()), GpuEvent::wait)

@@ -2,7 +2,10 @@
 //! thread reads units of a tier into staging memory, and copies them from there.
 //!
 //! Invariants:
-//! - Copies into places are enqueued under the lock, in the order in which the rule gave the places away.
+//! - The lock is not held while the device is called, except to free events: a driver whose queues are full blocks its
+//!   caller, and nobody else.
+//! - One thread at a time enqueues copies into places, in the order in which the rule gave the places away. A call that
+//!   finds another one at it leaves its copies to that one.
 //! - An error of a copy or a read is that of the unit: its use reports it, and the next use tries again.
 //! - Staging memory is read into, or freed, only after its last copy is done, and never while the system may still write to it.
 //! - Dropping the window waits for its thread and its copies.
@@ -110,21 +113,36 @@ struct State {
     jobs: VecDeque<(Fill, u64)>,
     /// The unit that the thread reads now.
     reading: Option<usize>,
+    /// Copies that are to be enqueued, the first one first.
+    due: VecDeque<Due>,
+    /// The unit whose copy is being enqueued, by the only thread that enqueues copies now.
+    copying: Option<usize>,
     is_closing: bool,
     stats: Stats,
 }
 
+/// A copy that is to be enqueued.
+#[derive(Debug)]
+struct Due {
+    fill: Fill,
+    number: u64,
+    /// Memory that was read; an error is that of the unit.
+    from: Result<Source>,
+}
+
 #[derive(Debug, Clone)]
 struct Progress {
-    /// Number of the last copy. A job of an earlier one is void.
+    /// Number of the last copy. An earlier one that is not enqueued yet is void.
     number: u64,
     arrival: Arrival,
+    /// The end of the last copy that was enqueued.
+    end: Mark,
 }
 
 /// How far the last copy of a unit is.
 #[derive(Debug, Clone)]
 enum Arrival {
-    /// The thread has not read it yet.
+    /// It is not read, or not enqueued, yet.
     Pending,
     /// It is enqueued, with this end.
     Copied(Mark),
@@ -163,12 +181,15 @@ impl Window {
             .max()
             .map(|bytes| Staging::open(bytes, &*device))
             .transpose()?;
-        let progress = Progress { number: 0, arrival: Arrival::Copied(Mark::default()) };
+        let progress =
+            Progress { number: 0, arrival: Arrival::Copied(Mark::default()), end: Mark::default() };
         let state = State {
             order,
             units: vec![progress; units.len()],
             jobs: VecDeque::new(),
             reading: None,
+            due: VecDeque::new(),
+            copying: None,
             is_closing: false,
             stats,
         };
@@ -211,21 +232,29 @@ impl Window {
             inner.start(&mut state, fill, true);
         }
         inner.look_ahead(&mut state);
+        let state = inner.copy_due(state);
+        // For a copy from memory that another thread enqueues, there is no limit: it waits for the driver only.
+        let until = until.filter(|_| matches!(inner.members[unit].origin, Origin::Tier(..)));
         let pending = |state: &mut State| matches!(state.units[unit].arrival, Arrival::Pending);
         let mut state = inner.changed.wait_while(state, until, pending);
-        let (copied, outcome) = match &state.units[unit].arrival {
-            Arrival::Copied(copy) => (true, inner.device.order(copy, reader)),
-            Arrival::Failed(error) => (false, Err(error.clone())),
+        let copied = match &state.units[unit].arrival {
+            Arrival::Copied(copy) => Ok(copy.clone()),
+            Arrival::Failed(error) => Err(error.clone()),
             Arrival::Pending => {
                 state.order.cancel(unit, true);
                 return Err(Error::Timeout(format!("unit {unit} is still being read; use it again")));
             }
         };
+        drop(state);
+        // The use keeps the unit in its place meanwhile.
+        let is_copied = copied.is_ok();
+        let outcome = copied.and_then(|copy| inner.device.order(&copy, reader));
+        let mut state = inner.state.lock();
         state.stats.uses += 1;
         match (outcome, state.order.place(unit)) {
             (Ok(()), Some(place)) => Ok(inner.device.address(place)),
             (outcome, _) => {
-                state.order.cancel(unit, copied);
+                state.order.cancel(unit, is_copied);
                 outcome.and(Err(Error::Internal("a unit in use has no place".to_string())))
             }
         }
@@ -233,24 +262,32 @@ impl Window {
 
     /// Ends a use: what the reader was given so far is all that reads the unit.
     pub fn leave(&self, unit: usize, reader: Reader) -> Result<()> {
-        let mut state = self.inner.state.lock();
+        let inner = &*self.inner;
+        let mut state = inner.state.lock();
         state.order.check_used(unit)?;
-        let mark = self.inner.device.mark(reader)?;
-        state.order.leave(unit, mark, Mark::is_reached)?;
-        self.inner.look_ahead(&mut state);
+        let earlier = state.order.many_marks(unit).to_vec();
+        drop(state);
+        // The use keeps the place from other units until the place has the mark.
+        let mark = inner.device.mark(reader)?;
+        let reached: Vec<Mark> = earlier.into_iter().filter(Mark::is_reached).collect();
+        let mut state = inner.state.lock();
+        state.order.leave(unit, mark, |mark| reached.iter().any(|reached| reached.is(mark)))?;
+        inner.look_ahead(&mut state);
+        drop(inner.copy_due(state));
         Ok(())
     }
 
     /// The home of a unit is going to change, or has changed. Waits for a copy that reads it; no other one begins before
     /// the next use of the unit, or the next iteration.
     pub fn changed(&self, unit: usize) -> Result<()> {
-        let mut state = self.inner.state.lock();
+        let inner = &*self.inner;
+        let mut state = inner.state.lock();
         state.order.changed(unit)?;
-        let state = self.inner.changed.wait_while(state, None, |state| state.reading == Some(unit));
-        let copy = match (&self.inner.members[unit].origin, &state.units[unit].arrival) {
-            (Origin::Memory(_), Arrival::Copied(copy)) => copy.clone(),
-            _ => Mark::default(),
-        };
+        state.drop_void();
+        let in_memory = matches!(inner.members[unit].origin, Origin::Memory(_));
+        let reads = |state: &mut State| state.reading == Some(unit) || (in_memory && state.is_due(unit));
+        let state = inner.changed.wait_while(state, None, reads);
+        let copy = if in_memory { state.units[unit].end.clone() } else { Mark::default() };
         drop(state);
         copy.wait()
     }
@@ -287,11 +324,12 @@ impl Inner {
         state.stats.peak_bytes = state.stats.peak_bytes.max(in_slots);
         let progress = &mut state.units[fill.unit];
         progress.number += 1;
+        progress.arrival = Arrival::Pending;
+        let number = progress.number;
         match &self.members[fill.unit].origin {
-            Origin::Memory(source) => drop(self.copy(state, fill, Ok(source))),
+            Origin::Memory(source) => state.due.push_back(Due { fill, number, from: Ok(source.clone()) }),
             Origin::Tier(..) => {
-                progress.arrival = Arrival::Pending;
-                let job = (fill, progress.number);
+                let job = (fill, number);
                 if urgent {
                     state.jobs.push_front(job)
                 } else {
@@ -302,20 +340,39 @@ impl Inner {
         }
     }
 
-    /// Enqueues a copy from memory that was read, and returns its end.
-    fn copy(&self, state: &mut State, fill: Fill, from: Result<&Source>) -> Mark {
-        let copied = from.and_then(|from| self.device.fill(fill.place, from, state.order.marks(fill.place)));
-        let (end, arrival) = match copied {
-            Ok(end) => {
-                state.order.filled(fill.place);
-                state.stats.fetches += 1;
-                state.stats.fetched_bytes += self.members[fill.unit].bytes;
-                (end.clone(), Arrival::Copied(end))
+    /// Enqueues the copies that are due, those that other threads add meanwhile among them. Returns at once if another
+    /// thread does so.
+    fn copy_due<'a>(&'a self, mut state: Guard<'a, State>) -> Guard<'a, State> {
+        if state.copying.is_some() {
+            return state;
+        }
+        while let Some((Due { fill, number, from }, marks)) = state.next_due() {
+            drop(state);
+            let fill_place = || from.and_then(|from| self.device.fill(fill.place, &from, &marks));
+            let copied = catch_unwind(AssertUnwindSafe(fill_place));
+            let copied = copied.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
+            state = self.state.lock();
+            state.copying = None;
+            let arrival = match copied {
+                Ok(end) => {
+                    state.stats.fetches += 1;
+                    state.stats.fetched_bytes += self.members[fill.unit].bytes;
+                    state.units[fill.unit].end = end.clone();
+                    Arrival::Copied(end)
+                }
+                Err(error) => {
+                    state.order.keep_marks(fill.place, marks);
+                    Arrival::Failed(error)
+                }
+            };
+            // The unit may have lost its place meanwhile, and got another one.
+            let progress = &mut state.units[fill.unit];
+            if progress.number == number {
+                progress.arrival = arrival;
             }
-            Err(error) => (Mark::default(), Arrival::Failed(error)),
-        };
-        state.units[fill.unit].arrival = arrival;
-        end
+            self.changed.notify_all();
+        }
+        state
     }
 
     /// Reads the units of jobs until the window closes.
@@ -324,14 +381,17 @@ impl Inner {
         while let Some((fill, number)) = self.next_job() {
             let memory = &mut staging[turn % 2];
             let read = catch_unwind(AssertUnwindSafe(|| self.read(fill.unit, memory)));
-            let read = read.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
+            let from = read.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
             let mut state = self.state.lock();
             state.reading = None;
             if state.wants(fill, number) {
-                memory.copied = self.copy(&mut state, fill, read.as_ref().map_err(Error::clone));
+                state.due.push_back(Due { fill, number, from });
+                state = self.copy_due(state);
+                let enqueued = |state: &mut State| state.is_due(fill.unit);
+                let state = self.changed.wait_while(state, None, enqueued);
+                memory.copied = state.units[fill.unit].end.clone();
                 turn += 1;
             }
-            drop(state);
             self.changed.notify_all();
         }
     }
@@ -374,6 +434,27 @@ impl Inner {
 }
 
 impl State {
+    /// The next copy that a unit still waits for, and the marks that it waits for itself.
+    fn next_due(&mut self) -> Option<(Due, Vec<Mark>)> {
+        self.drop_void();
+        let due = self.due.pop_front()?;
+        self.copying = Some(due.fill.unit);
+        let marks = self.order.take_marks(due.fill.place);
+        Some((due, marks))
+    }
+
+    /// Drops the copies of units that have lost their place.
+    fn drop_void(&mut self) {
+        let mut due = std::mem::take(&mut self.due);
+        due.retain(|due| self.wants(due.fill, due.number));
+        self.due = due;
+    }
+
+    /// True if a copy of a unit is to be enqueued, or is being enqueued.
+    fn is_due(&self, unit: usize) -> bool {
+        self.copying == Some(unit) || self.due.iter().any(|due| due.fill.unit == unit)
+    }
+
     /// True if a unit still waits for this copy in this place.
     fn wants(&self, fill: Fill, number: u64) -> bool {
         self.order.place(fill.unit) == Some(fill.place) && self.units[fill.unit].number == number

@@ -4,7 +4,7 @@
 //! Invariants:
 //! - A place with users is not filled.
 //! - A unit without users in a place has the values of its home, or will have them, or its copy has failed.
-//! - A place keeps the marks of its readers until a copy that waits for them is enqueued.
+//! - A place keeps the marks of its readers until a copy that waits for them takes them, and again if that copy fails.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -175,14 +175,20 @@ impl<M> Order<M> {
         Ok(())
     }
 
-    /// What a copy into a place waits for.
-    pub fn marks(&self, place: usize) -> &[M] {
-        &self.places[place].marks
+    /// Takes what the copy into a place that is enqueued now waits for.
+    pub fn take_marks(&mut self, place: usize) -> Vec<M> {
+        std::mem::take(&mut self.places[place].marks)
     }
 
-    /// A copy into a place is enqueued behind its marks.
-    pub fn filled(&mut self, place: usize) {
-        self.places[place].marks.clear();
+    /// Puts the marks of a copy back that was not enqueued.
+    pub fn keep_marks(&mut self, place: usize, marks: Vec<M>) {
+        self.places[place].marks.splice(0..0, marks);
+    }
+
+    /// The marks of a unit's place, if the next [`Order::leave`] asks which of them are reached.
+    pub fn many_marks(&self, unit: usize) -> &[M] {
+        let marks = self.units[unit].place.map_or(&[][..], |place| &self.places[place].marks);
+        if marks.len() >= MANY_MARKS { marks } else { &[] }
     }
 
     /// Fails for a unit that has no user.

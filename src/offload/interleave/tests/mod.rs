@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bits;
+mod blocked;
 mod cuda;
 mod order;
 mod residents;

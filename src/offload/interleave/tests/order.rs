@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use super::super::calls::Calls;
 use super::super::machine::Machine;
 use super::super::races::{Place, Races};
 use spillway_planner::interleave::pieces;
@@ -69,48 +70,47 @@ fn scenarios() -> Vec<Scenario> {
 fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
     let mut races = Races::new(&scenario.shape);
     races.dropped = dropped;
-    let mut machine = Machine::new(scenario.shape.clone()).unwrap();
+    let calls = Calls::new(Machine::new(scenario.shape.clone()).unwrap());
     for plan in &scenario.plans {
-        machine.set_plan(plan.clone(), &mut |command| races.play(command)).unwrap();
-        forward_and_backward(scenario, &mut machine, &mut races);
-        machine.begin(&mut |command| races.play(command)).unwrap();
+        calls.set_plan(plan.clone(), Ok, &mut |command| races.play(command)).unwrap();
+        forward_and_backward(scenario, &calls, &mut races);
+        calls.begin(|| Ok(()), &mut |command| races.play(command)).unwrap();
         // Two threads enqueue the two parts, in any order.
         if scenario.reads_late {
-            gpu_part(&mut machine, &mut races);
+            gpu_part(&mut calls.machine(), &mut races);
         }
-        cpu_part(&mut machine, &mut races);
-        gpu_part(&mut machine, &mut races);
+        cpu_part(&mut calls.machine(), &mut races);
+        gpu_part(&mut calls.machine(), &mut races);
         races.follow(Lane::Caller, Lane::Cpu);
         for subgroup in 0..SUBGROUPS {
             schedule::publish(subgroup, Lane::Model, &mut |command| races.play(command)).unwrap();
         }
     }
-    for subgroup in
-        (0..SUBGROUPS).filter(|subgroup| machine.plan().placement(*subgroup) != Placement::Resident)
-    {
+    let plan = calls.machine().plan().clone();
+    for subgroup in (0..SUBGROUPS).filter(|subgroup| plan.placement(*subgroup) != Placement::Resident) {
         schedule::drain(subgroup, &mut |command| races.play(command)).unwrap();
         races.touch(Lane::Caller, &STATES.map(|state| Place::HostState(subgroup, state)), &[]);
     }
     races
 }
 
-fn forward_and_backward(scenario: &Scenario, machine: &mut Machine, races: &mut Races) {
+fn forward_and_backward(scenario: &Scenario, calls: &Calls, races: &mut Races) {
     for subgroup in 0..SUBGROUPS {
         races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
     }
     for subgroup in 0..SUBGROUPS {
-        let made = races.made(subgroup, machine.plan().placement(subgroup) == Placement::Cpu);
-        let free = |machine: &mut Machine, races: &mut Races| {
+        let made = races.made(subgroup, calls.machine().plan().placement(subgroup) == Placement::Cpu);
+        let free = |races: &mut Races| {
             races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
-            machine.params_free(subgroup, &mut |command| races.play(command)).unwrap();
+            calls.params_free(subgroup, &mut |command| races.play(command)).unwrap();
         };
         if !scenario.reads_late {
-            free(machine, races);
+            free(races);
         }
         races.touch(Lane::Model, &[], &[made]);
-        machine.gradient(subgroup, &mut |command| races.play(command)).unwrap();
+        calls.gradient(subgroup, &mut |command| races.play(command)).unwrap();
         if scenario.reads_late {
-            free(machine, races);
+            free(races);
         }
     }
 }
@@ -174,20 +174,21 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
         emitted.set(emitted.get() + 1);
         Ok(())
     };
-    let mut machine = Machine::new(Shape::uniform(2, 10)).unwrap();
-    assert!(machine.begin(emit).is_err());
-    assert!(machine.gradient(2, emit).is_err());
-    assert!(machine.set_plan(Plan::cpu(3), emit).is_err());
+    let calls = Calls::new(Machine::new(Shape::uniform(2, 10)).unwrap());
+    assert!(calls.begin(|| Ok(()), emit).is_err());
+    assert!(calls.gradient(2, emit).is_err());
+    assert!(calls.set_plan(Plan::cpu(3), Ok, emit).is_err());
     assert_eq!(emitted.get(), 0);
-    machine.gradient(1, emit).unwrap();
+    calls.gradient(1, emit).unwrap();
     let so_far = emitted.get();
-    assert!(machine.gradient(1, emit).is_err());
-    assert!(machine.set_plan(Plan::cpu(2), emit).is_err());
-    assert!(machine.begin(emit).is_err());
+    assert!(calls.gradient(1, emit).is_err());
+    assert!(calls.set_plan(Plan::cpu(2), Ok, emit).is_err());
+    assert!(calls.begin(|| Ok(()), emit).is_err());
     assert_eq!(emitted.get(), so_far);
-    machine.gradient(0, emit).unwrap();
-    machine.begin(emit).unwrap();
-    assert!(machine.is_stepping(0) && machine.gradient(0, emit).is_err());
+    calls.gradient(0, emit).unwrap();
+    assert_eq!(calls.begin(|| Ok(()), emit).unwrap(), 2);
+    assert!(calls.machine().is_stepping(0) && calls.gradient(0, emit).is_err());
+    let mut machine = calls.machine();
     assert_eq!(
         (machine.next_cpu(), machine.next_cpu(), machine.next_cpu()),
         (Some((0, 0)), Some((1, 1)), None)
@@ -196,7 +197,8 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     assert!(!machine.is_stepping(0) && machine.is_stepping(1));
     machine.stepped(1, Ok(())).unwrap();
     assert!(!machine.is_stepping(1));
-    machine.gradient(0, emit).unwrap();
+    drop(machine);
+    calls.gradient(0, emit).unwrap();
 }
 
 #[test]
@@ -206,9 +208,56 @@ fn a_failure_stands() {
         schedule::Command::Record(Lane::Model, _) => Ok(()),
         _ => Err(Error::Unsupported("the device is gone".into())),
     };
-    let mut machine = Machine::new(Shape::uniform(1, 10)).unwrap();
-    assert!(machine.gradient(0, &mut |command| broken(command)).is_err());
-    let message = machine.begin(&mut |_| Ok(())).unwrap_err().to_string();
+    let calls = Calls::new(Machine::new(Shape::uniform(1, 10)).unwrap());
+    assert!(calls.gradient(0, &mut |command| broken(command)).is_err());
+    let message = calls.begin(|| Ok(()), &mut |_| Ok(())).unwrap_err().to_string();
     assert!(message.contains("the device is gone"));
-    assert!(machine.check(0).is_err() && machine.set_plan(Plan::cpu(1), &mut |_| Ok(())).is_err());
+    assert!(calls.machine().check(0).is_err());
+    assert!(calls.set_plan(Plan::cpu(1), Ok, &mut |_| Ok(())).is_err());
+}
+
+/// The plan says where states are, until all of them are where the new one has them.
+#[test]
+fn no_command_of_a_call_is_emitted_under_the_lock_and_residents_move_under_the_old_plan() {
+    let calls = Calls::new(Machine::new(Shape::uniform(2, 10)).unwrap());
+    let emitted = std::cell::Cell::new(0);
+    let resident = |subgroup| calls.machine().plan().placement(subgroup) == Placement::Resident;
+    let before = std::cell::Cell::new(false);
+    let emit = &mut |_| {
+        emitted.set(emitted.get() + 1);
+        assert_eq!(resident(1), before.get());
+        Ok(())
+    };
+    let more = |than: usize| emitted.get() > than;
+    calls.set_plan(Plan::even(2, 0, 1).unwrap(), Ok, emit).unwrap();
+    assert!(more(0) && resident(1));
+    before.set(true);
+    let so_far = emitted.get();
+    calls
+        .set_plan(
+            Plan::cpu(2),
+            |plan| {
+                assert!(resident(1));
+                Ok(plan)
+            },
+            emit,
+        )
+        .unwrap();
+    assert!(more(so_far) && !resident(1));
+    before.set(false);
+    for subgroup in [0, 1] {
+        let so_far = emitted.get();
+        calls.gradient(subgroup, emit).unwrap();
+        assert!(more(so_far));
+    }
+    let so_far = emitted.get();
+    calls.params_free(0, emit).unwrap();
+    assert!(more(so_far));
+    let so_far = emitted.get();
+    let asked = || {
+        assert!(!calls.machine().is_stepping(0));
+        Ok(())
+    };
+    calls.begin(asked, emit).unwrap();
+    assert!(more(so_far) && calls.machine().is_stepping(0));
 }

@@ -23,7 +23,7 @@ const UNITS: usize = 5;
 /// A forward and its backward.
 const PASSES: [usize; 2 * UNITS] = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0];
 
-fn homes(bytes: usize, count: usize) -> (Vec<Buffer>, Vec<Unit>) {
+pub(super) fn homes(bytes: usize, count: usize) -> (Vec<Buffer>, Vec<Unit>) {
     let homes: Vec<Buffer> = (0..count).map(|number| memory(bytes, number, 0)).collect();
     let units = homes.iter().map(|home| unit(home, bytes, false)).collect();
     (homes, units)
@@ -114,7 +114,7 @@ fn two_threads_use_one_window() {
 
 /// A wait that is left out.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Dropped {
+pub(super) enum Dropped {
     Nothing,
     Readers,
     Copy,
@@ -159,7 +159,7 @@ pub(super) struct Desk {
     ordinal: u32,
     pub device: Arc<GpuDevice>,
     pub registry: Arc<Registry>,
-    streams: [Stream; 2],
+    pub streams: [Stream; 2],
     /// Host memory of queued copies.
     held: Lock<Vec<HostSpan>>,
 }
@@ -171,7 +171,7 @@ impl Desk {
         Desk { ordinal, registry: Arc::new(Registry::new(&device)), streams, held: Lock::default(), device }
     }
 
-    fn window(&self, units: &[Unit], slots: usize, dropped: Dropped) -> Window {
+    pub fn window(&self, units: &[Unit], slots: usize, dropped: Dropped) -> Window {
         let lossy = |layout: Layout| -> Result<Box<dyn Device>> {
             Ok(Box::new(Lossy(Gpu::new(&self.device, &self.registry, layout)?, dropped)))
         };
@@ -320,7 +320,7 @@ fn what_a_device_cannot_hold_or_reach_is_refused() {
 /// The waits that have no limit of the caller's end, and what the device may still use stays.
 #[test]
 fn a_device_that_hangs_is_a_timeout_and_keeps_the_slots_and_what_copies_read() {
-    const ORDINAL: u32 = 70;
+    const ORDINAL: u32 = 78;
     let desk = Desk::new(ORDINAL);
     desk.device.set_patience(Duration::from_millis(20));
     let (homes, units) = homes(BYTES, UNITS);

@@ -1,6 +1,7 @@
 //! The rule in every order of calls; the window in host memory, on the fake CUDA driver, and over a tier.
 #![forbid(unsafe_code)]
 
+mod blocked;
 mod device;
 mod order;
 mod tier;

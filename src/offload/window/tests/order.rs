@@ -62,10 +62,10 @@ impl Checked {
     fn fill(&mut self, Fill { unit, place }: Fill) {
         self.fills.push(unit);
         let mut clock = self.clocks[COPIES];
+        let marks = self.order.take_marks(place);
         if self.dropped != Dropped::Readers {
-            self.order.marks(place).iter().for_each(|mark| merge(&mut clock, mark));
+            marks.iter().for_each(|mark| merge(&mut clock, mark));
         }
-        self.order.filled(place);
         clock[COPIES] += 1;
         let slot = &mut self.slots[place];
         self.found += slot.reads.iter().filter(|(stream, time)| clock[*stream] < *time).count();
@@ -284,5 +284,15 @@ fn marks_of_a_place_that_stays_full_are_forgotten_once_they_are_reached() {
         order.enter(0).unwrap();
         order.leave(0, time, |mark| *mark != 3).unwrap();
     }
-    assert!(order.marks(0).len() <= 10 && order.marks(0).contains(&3) && order.marks(0).contains(&999));
+    let marks = order.take_marks(0);
+    assert!(marks.len() <= 10 && marks.contains(&3) && marks.contains(&999));
+    // A copy that is not enqueued puts them back, before those of later readers.
+    let later = [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007];
+    for time in later {
+        order.enter(0).unwrap();
+        order.leave(0, time, |_| false).unwrap();
+    }
+    order.keep_marks(0, marks.clone());
+    assert_eq!(order.many_marks(0), [&marks[..], &later].concat());
+    assert_eq!((order.take_marks(0).len(), order.many_marks(0).len()), (marks.len() + later.len(), 0));
 }

@@ -17,7 +17,7 @@ use crate::tier::{ExtentPlacement, Tier};
 const BYTES: usize = 40_000;
 const UNITS: usize = 4;
 
-fn open(location: PathLocation, io_timeout: Option<Duration>) -> Arc<Tier> {
+pub(super) fn open(location: PathLocation, io_timeout: Option<Duration>) -> Arc<Tier> {
     let owner = Owner { job: "window".to_string(), host: "here".to_string(), rank: 0 };
     let mut options = TierOptions::new(owner, []);
     options.paths = vec![PathOptions { location, limit: None, reserve: 0 }];
@@ -27,7 +27,7 @@ fn open(location: PathLocation, io_timeout: Option<Duration>) -> Arc<Tier> {
 }
 
 /// Writes the extent of a unit, whose second stream is the unit's.
-fn put(tier: &Tier, number: usize, step: usize) -> u32 {
+pub(super) fn put(tier: &Tier, number: usize, step: usize) -> u32 {
     let extent = tier.define(&format!("unit{number}"), &[100, BYTES as u64]).unwrap();
     let (other, own) = (memory(100, 9, 9), memory(BYTES, number, step));
     let ticket =
@@ -36,7 +36,7 @@ fn put(tier: &Tier, number: usize, step: usize) -> u32 {
     extent
 }
 
-fn on_tier(extent: u32) -> Unit {
+pub(super) fn on_tier(extent: u32) -> Unit {
     Unit { bytes: BYTES as u64, home: Home::Tier { extent, stream: 1 }, keep: false }
 }
 

@@ -56,6 +56,7 @@ class Bucket:
         self.steps_early = False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
+        self._is_split = any(slot.precision.master == "split" for slot in slots)
         # Elements of a piece would have the random bits of the tensor's first ones.
         self._is_random = any(slot.precision.stochastic for slot in slots)
         self._tree: Tree = divide(slots, most) if not self._is_random else Portion(range(len(slots)))
@@ -239,13 +240,14 @@ class Bucket:
         """The C table of a portion, and what keeps its memory."""
         # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
         rows = portion.rows(self.slots) if portion.is_piece else self._memory_of_slots()[0][portion]
-        split = [self.slots[place].split(portion.start) for place in portion.places]
+        split = [self.slots[place].split(portion.start) for place in portion.places] if self._is_split else []
         addresses = [*map(_data_ptr, chain(chain.from_iterable(rows), chain.from_iterable(split)))]
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
             table, held = tensor_table(self.lane.adam, rows)
-            for row, place, part in zip(table, portion.places, split):
+            for row, place in zip(table, portion.places):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
+            for row, part in zip(table, split):
                 if part:
                     row.param_low, row.low_sums = part[0].data_ptr(), pointer_to(part[1])
             held = [*held, split]

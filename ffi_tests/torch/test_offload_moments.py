@@ -1,5 +1,7 @@
 """Narrow states of offload(): the bits of AdamW with the same moments and masters, on every way of a step."""
 
+import math
+
 import pytest
 import torch
 
@@ -230,3 +232,61 @@ def test_parameters_that_a_split_master_cannot_have_are_refused():
         own.offload(model(), torch.optim.AdamW, tail="auto", **SPLIT)
     with pytest.raises(InvalidArgumentError, match="master is 'half'"):
         own.offload(model(), torch.optim.AdamW, master="half")
+
+
+@pytest.mark.parametrize("kind", [{}, SPLIT], ids=["f32", "split"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_skipped_step_writes_no_master(kind, overlap):
+    models, options = [model(), model()], {"lr": 1e-2, "max_norm": 1e9, "skip_nonfinite": True, "overlap": overlap}
+    for number, one in enumerate(models):
+        optimizer = own.offload(one, torch.optim.AdamW, **options, **kind)
+        train(one, optimizer, 3)
+        if number == 0:
+            param = next(one.parameters())
+            before = param.detach().clone()
+            with torch.no_grad():
+                param.add_(1)
+            (one(torch.ones(1, 32, dtype=BF16)).float() * math.inf).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.skipped
+            with torch.no_grad():
+                param.copy_(before)
+        train(one, optimizer, 3)
+    assert same([*models[0].parameters()], [*models[1].parameters()])
+
+
+def test_a_model_of_split_masters_becomes_float32():
+    ours = model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    train(ours, mine, 2)
+    ours.float()
+    mine.zero_grad()
+    train(ours, mine, 2)
+    assert "master_low" not in mine.state[next(ours.parameters())]
+
+
+def test_a_state_dict_is_made_in_inference_mode_too():
+    ours, theirs = model(), model()
+    mine, other = (own.offload(one, torch.optim.AdamW, lr=1e-2, **SPLIT) for one in (ours, theirs))
+    for one, optimizer in ((ours, mine), (theirs, other)):
+        train(one, optimizer, 2)
+        with torch.inference_mode(optimizer is mine):
+            optimizer.state_dict()
+        train(one, optimizer, 2)
+    assert same(ends(ours, mine), ends(theirs, other))
+
+
+def test_a_checkpoint_returns_from_torchs_class_without_low_bits():
+    ours, theirs, last = model(), model(), model()
+    mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    train(ours, mine, 2)
+    theirs.load_state_dict(ours.state_dict())
+    between = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    between.load_state_dict(mine.state_dict())
+    train(theirs, between, 1)
+    last.load_state_dict(theirs.state_dict())
+    back = own.offload(last, torch.optim.AdamW, lr=1e-2, **SPLIT)
+    back.load_state_dict(between.state_dict())
+    assert not any(state["master_low"].any() for state in back.state_dict()["state"].values())
+    train(last, back, 2)

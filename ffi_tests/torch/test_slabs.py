@@ -1,7 +1,10 @@
 """Host memory for copies: cut to exact sizes, page-locked memory registered once, and given back with its last tensor."""
 
+import ctypes
 import gc
 import os
+import sys
+import threading
 import warnings
 
 import pytest
@@ -44,7 +47,7 @@ def test_small_tensors_share_slabs_and_a_large_one_has_its_own():
     slabs = locked(driver)
     small = [slabs.memory((1000, 3), torch.bfloat16) for _ in range(2000)]
     large = slabs.memory((20 * MIB,), torch.float32)
-    assert driver.calls < 12 and all(held(driver, tensor) for tensor in (*small, large))
+    assert driver.calls < 16 and all(held(driver, tensor) for tensor in (*small, large))
     assert sorted(driver.live.values())[-1] == 80 * MIB
     for number, tensor in enumerate(small):
         assert tensor.shape == (1000, 3) and tensor.dtype is torch.bfloat16 and tensor.data_ptr() % 64 == 0
@@ -52,7 +55,7 @@ def test_small_tensors_share_slabs_and_a_large_one_has_its_own():
     assert all((tensor == number % 250).all() for number, tensor in enumerate(small))
     # What was asked for, alignment, and at most one slab that is not full.
     asked = large.nbytes + sum(tensor.nbytes for tensor in small)
-    assert slabs.bytes == sum(driver.live.values()) <= asked + 2000 * 64 + 2 * MIB
+    assert slabs.bytes == sum(driver.live.values()) <= asked + 2000 * 64 + MIB
 
 
 def test_a_slab_goes_with_its_last_tensor():
@@ -74,13 +77,12 @@ def test_a_slab_goes_with_its_last_tensor():
 
 def test_forty_gigabytes_have_few_registrations_and_little_waste(monkeypatch):
     made = []
-    monkeypatch.setattr(_slabs._pinned, "allocate", lambda size, freed: made.append(size) or _Sized(size))
-    monkeypatch.setattr(_slabs.ctypes, "addressof", lambda slab: id(slab))
-    slabs, keep = locked(Driver(10**6)), []
+    monkeypatch.setattr(_slabs.Pages, "take", lambda size, freed: made.append(size) or _Sized(size))
+    slabs, keep = _slabs.Slabs(_slabs.Pages), []
     sizes = [size for _ in range(80) for size in (4096 * 4096 * 2, 3584 * 1021 * 2, 11003 * 4096 * 2, 4096 * 2, 300)] * 4
     for size in sizes:
         keep.append(slabs._place(size)[0])
-    assert sum(sizes) > 40e9 and sum(made) <= 1.01 * sum(sizes)
+    assert sum(sizes) > 40e9 and sum(made) <= 1.001 * sum(sizes)
     assert len(made) <= sum(size > 4 * MIB for size in sizes) + 20
 
 
@@ -117,7 +119,7 @@ def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
 def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_path):
     slabs = _slabs.Slabs(_slabs.Pages())
     one, other = slabs.memory((1000,), torch.float32), slabs.memory((3 * MIB,), torch.float32)
-    assert slabs.bytes == 14 * MIB and not one.any() and not one.is_pinned()
+    assert slabs.bytes == 13 * MIB and not one.any() and not one.is_pinned()
     if (child := os.fork()) == 0:
         one.fill_(1)
         os._exit(0)
@@ -128,3 +130,43 @@ def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_pa
     del one, other
     gc.collect()
     assert slabs.bytes == 0
+
+
+def test_tensors_of_several_threads_have_memory_of_their_own():
+    slabs, made, before = _slabs.Slabs(_slabs.Pages()), [], sys.getswitchinterval()
+
+    def work():
+        made.extend([slabs.memory((16,), torch.float32) for _ in range(5000)])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    starts = sorted(tensor.data_ptr() for tensor in made)
+    assert len(starts) == 15000 and all(one + 64 <= other for one, other in zip(starts, starts[1:]))
+
+
+@pytest.mark.parametrize("elements", [2_200_000, 1600 * 1600, 3_000_001])
+def test_many_tensors_of_one_size_waste_nothing(elements):
+    slabs = _slabs.Slabs(_slabs.Pages())
+    kept = [slabs.memory((elements,), torch.bfloat16) for _ in range(20)]
+    assert slabs.bytes <= 1.001 * sum(tensor.nbytes for tensor in kept)
+
+
+def test_a_registration_ends_before_its_memory_does():
+    seen = []
+
+    class Looking(Driver):
+        def unregister(self, address):
+            super().unregister(address)
+            seen.append(ctypes.string_at(address, 4))
+
+    slabs = locked(Looking())
+    slabs.memory((4,), torch.int8).fill_(65)
+    gc.collect()
+    assert seen == [b"AAAA"] and slabs.bytes == 0

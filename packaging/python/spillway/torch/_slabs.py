@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
+import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,15 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import _pinned
 from ..errors import UnsupportedError
 
 #: Tensors begin at multiples of this: a cache line.
 _ALIGNMENT = 64
-#: Slabs have multiples of this size: a huge page.
-_PAGE = 2 << 20
-#: Most bytes of a slab for small tensors, and the part of it above which a tensor has a slab of its own.
-_MOST, _SMALL = 64 << 20, 16
+#: Least and most bytes of a slab for small tensors, and the part of the most above which a tensor has a slab of its own.
+_LEAST, _MOST, _SMALL = 1 << 20, 64 << 20, 16
 #: A slab for small tensors has this part of the bytes that are in use: no more than that is unused.
 _PART = 256
 #: Number of slabs whose last bytes later tensors may have.
@@ -77,57 +77,69 @@ class Pages:
 
     @staticmethod
     def take(size: int, freed: Callable[[], object]) -> Any:
-        """An object with a buffer of this size. Its end calls `freed`."""
+        """An object with a buffer of this size. Its end calls `freed`, and then the memory is gone."""
         # Private: a forked child has a copy.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        weakref.finalize(memory, freed).atexit = False
-        return memory
+        slab = (ctypes.c_char * size).from_buffer(memory)
+        # The end of a mapping calls nobody before it unmaps, so that the call has the mapping.
+        weakref.finalize(slab, _ended, memory, freed).atexit = False
+        return slab
+
+
+def _ended(memory: mmap.mmap, freed: Callable[[], object]) -> None:
+    freed()
 
 
 class LockedPages:
-    """Page-locked memory of the library.
+    """Page-locked memory.
 
     Args:
         driver: What registers it."""
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._registered: set[int] = set()
 
     def take(self, size: int, freed: Callable[[], object]) -> Any:
-        """An object with a buffer of this size. Its end calls `freed`.
+        """An object with a buffer of this size. Its end calls `freed`, and then the memory is gone.
 
         Raises:
             UnsupportedError: The driver locks no pages."""
+        process, address, is_locked = os.getpid(), 0, False
 
-        def free(address: int) -> None:
-            if address in self._registered:
-                self._registered.discard(address)
-                freed()
+        def unlock() -> None:
+            # The registration is that of the process which has made it.
+            if is_locked and process == os.getpid():
                 self._driver.unregister(address)
+            freed()
 
-        memory = _pinned.allocate(size, free)
-        address = ctypes.addressof(memory)
+        slab = Pages.take(size, unlock)
+        address = ctypes.addressof(slab)
         self._driver.register(address, size)
-        self._registered.add(address)
-        return memory
+        is_locked = True
+        return slab
 
 
 class Slabs:
-    """The slabs for one device.
+    """The slabs for one device. Thread-safe: small tensors of two threads are in different slabs.
 
     Args:
         pages: What they are made of."""
 
     def __init__(self, pages: Pages | LockedPages):
         self._pages = pages
-        #: Bytes of all slabs.
-        self.bytes = 0
-        # Slabs that have bytes left, and the first one of these; the newest slab is the last.
-        self._open: list[tuple[Callable[[], Any], int]] = []
+        # The sizes of all slabs, by their number.
+        self._sizes: dict[int, int] = {}
+        self._numbers = itertools.count()
+        # For each thread the slabs that have bytes left, and the first one of these; the newest slab is the last.
+        self._mine = threading.local()
         self._refused = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum([*self._sizes.values()])
 
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory."""
@@ -148,23 +160,23 @@ class Slabs:
         return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
 
     def _place(self, size: int) -> tuple[Any, int]:
-        for number, (of, used) in enumerate(self._open):
+        left: list[tuple[Callable[[], Any], int]] = getattr(self._mine, "left", [])
+        for number, (of, used) in enumerate(left):
             slab, start = of(), _up(used, _ALIGNMENT)
             if slab is not None and start + size <= len(slab):
-                self._open[number] = of, start + size
+                left[number] = of, start + size
                 return slab, start
-        wanted = size if size > _MOST // _SMALL else max(size, min(_MOST, self.bytes // _PART))
-        slab = self._make(_up(wanted, _PAGE))
-        self._open = [*self._open[1 - _OPEN :], (weakref.ref(slab), size)]
+        if size > _MOST // _SMALL:
+            return self._make(_up(size, mmap.PAGESIZE)), 0
+        slab = self._make(_up(max(size, min(_MOST, max(_LEAST, self.bytes // _PART))), mmap.PAGESIZE))
+        self._mine.left = [*left[1 - _OPEN :], (weakref.ref(slab), size)]
         return slab, 0
 
     def _make(self, size: int) -> Any:
-        slab = self._pages.take(size, partial(self._freed, size))
-        self.bytes += size
+        number = next(self._numbers)
+        slab = self._pages.take(size, partial(self._sizes.pop, number, None))
+        self._sizes[number] = size
         return slab
-
-    def _freed(self, size: int) -> None:
-        self.bytes -= size
 
 
 def _up(size: int, multiple: int) -> int:

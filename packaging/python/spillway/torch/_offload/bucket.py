@@ -25,14 +25,14 @@ from ...optim import tensor_table
 from .._copies import HostLink, wait
 from .._low_bits import pointer_to
 from .._norm import part_of
-from .._states import MASTER, MOMENTS, with_values
+from .._states import MASTER, with_values
 from .._tensors import DTensor, local, locals_of
 from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
-from .slot import Slot, plain, state_dtypes
+from .slot import Slot, plain
 
-#: Bytes of log for an element that is stepped before the verdict, by the dtype of the moments: no step of a training has taken more.
-LOG_BYTES = {torch.float32: 4, torch.bfloat16: 6}
+#: Most bytes of log for an element that is stepped before the verdict.
+LOG_BYTES = 13
 #: Elements of a master in host memory that are compared at once: their temporary copies are small beside the states.
 _AT_ONCE = 1 << 18
 _data_ptr = torch.Tensor.data_ptr
@@ -339,7 +339,7 @@ class Bucket:
 
     def log_bytes(self) -> int:
         """Bytes of the log of a step before the verdict."""
-        return sum(slot.size * LOG_BYTES[state_dtypes(slot.param, slot.precision)[MOMENTS[0]]] for slot in self.slots)
+        return LOG_BYTES * sum(slot.size for slot in self.slots)
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""

@@ -105,9 +105,8 @@ def offload(
             parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward,
             and the step follows the verdict, because it cannot be rolled back.
         host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
-            More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with 4
-            bytes per parameter, or 6 with bfloat16 moments; buckets for whose logs there is no room step after the verdict. None: no
-            limit.
+            More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with at
+            most 13 bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:
@@ -252,11 +251,15 @@ class Offloaded(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_group(group, self._precision)
-            check_fits(self._trained(), self._precision, self._host_memory)
+            self._check_fits()
         except (UnsupportedError, InvalidArgumentError):
             self.param_groups.pop()
             raise
         self._sync_slots()
+
+    def _check_fits(self) -> None:
+        if self._host_memory is not None:
+            check_fits(self._trained(), self._precision, self._host_memory, bool(self._tail or self._search))
 
     def _trained(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"] if is_trained(param)]
@@ -454,6 +457,7 @@ class Offloaded(torch.optim.Optimizer):
                         "backward"
                     )
         if not is_prepared:
+            self._check_fits()
             self._use_states(live)
         numbers = prepared.numbers() if prepared is not None and is_prepared else self._numbers(live)
         if not is_prepared or self._logs[0] is not self.overlap:
@@ -607,7 +611,9 @@ class Offloaded(torch.optim.Optimizer):
         if not decision.skips:
             without_gradients(plan.publish)
         plan.finish()
-        if not decision.skips:
+        if decision.skips:
+            without_gradients(plan.skip)
+        else:
             plan.count()
 
     def _start_clock(self) -> None:
@@ -719,9 +725,10 @@ class Offloaded(torch.optim.Optimizer):
         a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
         self._interrupt()
         self._no_overlap = True
-        without_gradients(self._settle_low_bits)
+        self._settle_low_bits()
         return super().state_dict()
 
+    @lasting
     def _settle_low_bits(self) -> None:
         """Makes low bits zero where the program has written to parameters: a state dict does not have the parameters to tell that."""
         self._put_back()

@@ -385,6 +385,11 @@ class Plan:
             for bucket in lane.buckets:
                 bucket.count(lane.number)
 
+    def skip(self) -> None:
+        """The step has not happened, after `finish`."""
+        for bucket in self.buckets:
+            bucket.restore()
+
     def finish(self) -> None:
         """Waits until the memory of all buckets belongs to the caller again."""
         with self._waiting():

@@ -98,7 +98,9 @@ class Slot:
         if not self.holds(state):
             self.uses += 1
             self.parts = {name: local(tensor) for name, tensor in state.items()}
-            if LOW in state and (self.note is None or not self.note.is_of(state)):
+            if LOW not in state:
+                self.note = None
+            elif self.note is None or not self.note.is_of(state):
                 self.note = first_note(state)
             # Last, for the same reason.
             self._state = dict(state)
@@ -121,14 +123,14 @@ class Slot:
             if not is_count(given["step"]):
                 raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
             state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
+            # torch's class has cast the low bits that it loaded to the dtype of the parameter.
+            has_low = LOW in given and given[LOW].dtype is torch.int16
             for name in self._dtypes():
-                source = MASTER if name == LOW and LOW not in given else name
+                source = MASTER if name == LOW and not has_low else name
                 if name in MOMENTS or source in given:
                     value = given[source]
-                    if value.dtype is not torch.int16 if source == LOW else not value.is_floating_point():
-                        raise ValueError(
-                            f"{source} is {value.dtype}, and no tensor of {'int16' if source == LOW else 'floating point numbers'}"
-                        )
+                    if source != LOW and not value.is_floating_point():
+                        raise ValueError(f"{source} is {value.dtype}, and no tensor of floating point numbers")
                     if value.shape != self.param.shape:
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
                     if apart(self.param, value):

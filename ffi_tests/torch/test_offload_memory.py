@@ -1,5 +1,7 @@
 """Host memory of offload(): its limit, what memory() tells, and logs for steps before the verdict."""
 
+import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import spillway
 import spillway.torch as own
 from spillway.errors import InvalidArgumentError
 from spillway.optim import Adam
@@ -225,7 +228,8 @@ print(sum(param.numel() for param in params), status("VmHWM") - before, status("
 @pytest.mark.parametrize(("kind", "each"), [("split", 10), ("f32", 16)])
 def test_the_process_takes_the_documented_bytes_and_gives_them_back(kind, each, tmp_path):
     (tmp_path / "measured.py").write_text(MEASURED)
-    ran = subprocess.run([sys.executable, tmp_path / "measured.py", kind], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(spillway.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, tmp_path / "measured.py", kind], capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr
     elements, peak, after = map(int, ran.stdout.split())
     # What any step takes once, such as the stacks of threads, is beside one percent of the documented bytes.

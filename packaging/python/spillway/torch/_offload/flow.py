@@ -98,10 +98,6 @@ class Flow:
             _registered.extend(register(_stepped) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook))
         _flows.add(self)
 
-    def host_memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for weights in host memory."""
-        return self._up.memory(shape, dtype)
-
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         places, owners = _places(model, self.device), _owners(modules)
         weights = [Weight(self, param, where) for param, where in places.items()]
@@ -412,7 +408,7 @@ class Weight:
     def _placed(self, own: torch.Tensor, flow: Flow) -> torch.nn.Parameter:
         """Takes the parameter to pinned host memory; returns the tensor on the device."""
         if flow.device.type != "cpu":
-            memory = flow.host_memory(own.shape, own.dtype).copy_(own) if own.is_contiguous() else own.cpu().pin_memory()
+            memory = flow._up.memory(own.shape, own.dtype).copy_(own) if own.is_contiguous() else own.cpu().pin_memory()
             self.on_host.data = memory
         return torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=self.on_host.requires_grad)
 

@@ -1,5 +1,6 @@
 """Host memory of offload(): its limit, what memory() tells, and logs for steps before the verdict."""
 
+import json
 import os
 import pathlib
 import re
@@ -15,6 +16,8 @@ from spillway.errors import InvalidArgumentError
 from spillway.optim import Adam
 from spillway.recording import Recording
 from spillway.torch._offload.bucket import LOG_BYTES
+from spillway.torch._offload.memory import needed
+from spillway.torch._states import Precision
 
 BF16 = torch.bfloat16
 ELEMENTS = 8 * 1000
@@ -184,6 +187,23 @@ def test_a_step_that_the_next_forward_completes_has_a_log():
         optimizer.zero_grad()
     optimizer.settle()
     assert logged(optimizer) == 2
+
+
+def test_the_plan_of_a_model_has_the_same_bytes(tmp_path):
+    elements = 500_000_000
+    described = {"parameters": elements, "num_hidden_layers": 8, "hidden_size": 2048, "vocab_size": 32000}
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    plan = spillway.plan_model(str(tmp_path / "model.json"), machine="gh200")
+    planned = {found["strategy"]: found["host_bytes"] for found in plan["strategies"]}
+    with torch.device("meta"):
+        given = [torch.nn.Parameter(torch.empty(elements, dtype=BF16))]
+    for strategy, options in {
+        "host": {},
+        "host-bf16-moments": {"moment_dtype": BF16},
+        "host-split-master": {"moment_dtype": BF16, "master": "split"},
+    }.items():
+        own_bytes = sum(needed(given, Precision()._replace(**options)).values())
+        assert planned[strategy] == pytest.approx(own_bytes, rel=0.02)
 
 
 MEASURED = """

@@ -18,6 +18,9 @@ pub enum Strategy {
     Host,
     /// As `Host`, with moments in bf16.
     HostBf16Moments,
+    /// As `HostBf16Moments`, with 10 bytes per parameter: the 16-bit weights in host memory, and 16 low bits of each, are
+    /// the master.
+    HostSplitMaster,
     /// States in host memory; the CPU steps during backward, the GPU steps the last buckets (SuperOffload).
     Speculation,
     /// States in host memory; CPU and GPU step subgroups at the same time (Deep Optimizer States).
@@ -36,10 +39,11 @@ pub enum Strategy {
 
 impl Strategy {
     /// All strategies. Of two that take the same time, the earlier one is simpler.
-    pub const ALL: [Strategy; 10] = [
+    pub const ALL: [Strategy; 11] = [
         Strategy::Gpu,
         Strategy::Host,
         Strategy::HostBf16Moments,
+        Strategy::HostSplitMaster,
         Strategy::Speculation,
         Strategy::Interleave,
         Strategy::InterleaveResidents,
@@ -55,6 +59,7 @@ impl Strategy {
             Strategy::Gpu => "gpu",
             Strategy::Host => "host",
             Strategy::HostBf16Moments => "host-bf16-moments",
+            Strategy::HostSplitMaster => "host-split-master",
             Strategy::Speculation => "speculation",
             Strategy::Interleave => "interleave",
             Strategy::InterleaveResidents => "interleave-residents",
@@ -67,7 +72,7 @@ impl Strategy {
 
     /// True if moments are f32, so that results do not depend on the strategy.
     pub const fn is_exact(self) -> bool {
-        !matches!(self, Strategy::HostBf16Moments)
+        !matches!(self, Strategy::HostBf16Moments | Strategy::HostSplitMaster)
     }
 
     /// True for strategies in which CPU and GPU step subgroups at the same time, after the last gradient.

@@ -20,6 +20,8 @@ const HALF: f64 = 2.0;
 const SUM: f64 = 10.0 / 28.0;
 /// Bytes of a step with bf16 moments, relative to one with f32 moments; so were the measured times.
 const BF16_MOMENTS: f64 = 20.0 / 28.0;
+/// The same with split masters too: 2 bytes read of the gradient, 8 read and written of weights, low bits and moments.
+const SPLIT_MASTER: f64 = 18.0 / 28.0;
 /// Pieces of a forward pass whose weights are loaded.
 const MOST_PIECES: u64 = 32;
 
@@ -110,6 +112,7 @@ pub fn predict(
         }
         (Strategy::Interleave | Strategy::InterleaveResidents, _) => {}
         (Strategy::HostBf16Moments, _) => work.cpu_steps(&buckets, &grads, BF16_MOMENTS, true),
+        (Strategy::HostSplitMaster, _) => work.cpu_steps(&buckets, &grads, SPLIT_MASTER, true),
         (_, Some((need, paths))) => work.tier_steps(&buckets, &grads, &need, paths),
         (_, None) => work.cpu_steps(&buckets, &grads, 1.0, true),
     }

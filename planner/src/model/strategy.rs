@@ -24,6 +24,8 @@ const WORD: u64 = 4;
 const STATE: u64 = 12;
 /// Master in f32, moments in bf16.
 const BF16_STATE: u64 = 8;
+/// Low bits of a split master, and moments in bf16.
+const SPLIT_STATE: u64 = 6;
 /// The undo log of a second step, its largest in usual training (docs/speculation.md), rounded up; about 1.2 later.
 const UNDO: u64 = 4;
 /// Parameters of a bucket: 64 MB of 16-bit gradients (SuperOffload section 4.3).
@@ -177,8 +179,9 @@ impl<'a> Case<'a> {
                 placed.host = HostBytes::default();
                 placed.traffic = Traffic::default();
             }
-            Strategy::Host => placed.host.states = STATE * shard,
-            Strategy::HostBf16Moments => placed.host.states = BF16_STATE * shard,
+            Strategy::Host => self.keep(&mut placed, STATE, shard),
+            Strategy::HostBf16Moments => self.keep(&mut placed, BF16_STATE, shard),
+            Strategy::HostSplitMaster => self.keep(&mut placed, SPLIT_STATE, shard),
             Strategy::Speculation => self.speculate(&mut placed),
             Strategy::Interleave => self.interleave(&mut placed)?,
             Strategy::InterleaveResidents => self.interleave_with_residents(&mut placed)?,
@@ -192,6 +195,12 @@ impl<'a> Case<'a> {
             self.tier(&mut placed, strategy)?;
         }
         Ok(placed)
+    }
+
+    /// States of `bytes` bytes per parameter in host memory, and the 16-bit weights that a step writes there.
+    fn keep(&self, placed: &mut Placement, bytes: u64, parameters: u64) {
+        placed.host.states = bytes * parameters;
+        placed.host.weights = HALF * parameters;
     }
 
     /// States in host memory but for the last buckets, as many as hide the CPU and as fit beside all weights.
@@ -216,7 +225,7 @@ impl<'a> Case<'a> {
         let left = self.shard - kept;
         placed.gpu.states = STATE * kept;
         placed.gpu.gradients += HALF * kept;
-        placed.host.states = STATE * left;
+        self.keep(placed, STATE, left);
         placed.host.gradients = placed.host.gradients / self.shard.max(1) * left;
         placed.host.undo = UNDO * left;
         placed.traffic.h2d = HALF * left;

@@ -183,10 +183,13 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
         match outcome.strategy {
             Strategy::Gpu => assert_eq!((outcome.host_bytes, traffic.h2d), (0, 0)),
             Strategy::Host => {
-                assert_eq!((host.states, host.gradients, host.weights), (12 * shard, 2 * shard, 4 * bucket));
+                assert_eq!((host.states, host.gradients, host.weights), (12 * shard, 2 * shard, 2 * shard));
                 assert_eq!((traffic.h2d, traffic.d2h, path_bytes), (2 * shard, 2 * shard, (0, 0)));
             }
             Strategy::HostBf16Moments => assert_eq!(host.states, 8 * shard),
+            Strategy::HostSplitMaster => {
+                assert_eq!((host.states, host.gradients, host.weights), (6 * shard, 2 * shard, 2 * shard));
+            }
             Strategy::Speculation => {
                 let kept = outcome.gpu_steps as u64 * bucket;
                 assert_eq!(host.states, 12 * (shard - kept));
@@ -310,7 +313,7 @@ fn weights_that_do_not_fit_flow_and_what_fits_nowhere_says_why() {
     assert!(host.fits && host.weights == "flow" && (0.0..1.0).contains(&host.weights_on_host), "{host:?}");
     assert_eq!(host.gpu_bytes, tight.gpu_memory);
     let flowing = 2_000_000_000 - host.gpu.weights;
-    assert_eq!(host.host.weights, flowing + 4 * (32 << 20));
+    assert_eq!(host.host.weights, flowing + 2_000_000_000);
     close(host.traffic.h2d as f64, 2.0 * flowing as f64 + (2e9 - flowing as f64), 1e-6);
     let none = Machine {
         host_memory: 1 << 30,

@@ -42,7 +42,7 @@ fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
         let fixed = ["plan", "mlp-offload-40b", "--machine", "mlp-offload-1", "--host-memory", host];
         run(spillway().args(fixed).args(more), TIMEOUT)
     };
-    let lacks = "the host has 18.6 GiB, but 525.5 GiB are needed";
+    let lacks = "the host has 18.6 GiB, but 600.0 GiB are needed";
     let done = plan("20GB", &[]);
     assert!(done.code == Some(1) && done.stdout.contains(lacks), "{}{}", done.stdout, done.stderr);
     assert!(done.stderr.contains("no strategy fits; the plan says what each one lacks"), "{}", done.stderr);

@@ -45,6 +45,8 @@ typedef enum spw_dtype {
     SPW_DTYPE_F16 = 2,
     // bfloat16: the upper half of binary32.
     SPW_DTYPE_BF16 = 3,
+    // 8-bit codes of a moment, with a bf16 scale for each 32 elements. Only as the state_dtype of a tensor.
+    SPW_DTYPE_CODES = 4,
 } spw_dtype;
 
 // One tensor of a step. `struct_size` is also the distance in bytes between the tensors of an array. Each span is a
@@ -62,6 +64,7 @@ typedef enum spw_dtype {
 // | f16 | f32, f16 | f16 | none |
 // | bf16 | f32, bf16 | bf16 | none |
 // | bf16 with param_low | f32, bf16 | f32, bf16 | none |
+// | as with f32 moments | 8-bit codes | as with f32 moments | as with f32 moments |
 typedef struct spw_tensor {
     // `sizeof(spw_tensor)`
     uint32_t struct_size;
@@ -110,10 +113,19 @@ typedef struct spw_tensor {
     // low bits count; so set 0 at first, and after param and param_low were both written. Keep sums in memory only: they
     // are the same on every processor, but their definition may change.
     uint64_t *low_sums;
+    // With a state_dtype of SPW_DTYPE_CODES: the scales of exp_avg, one bf16 for each block of 32 elements, of which the
+    // last may have fewer; else NULL. Zeros in codes of exp_avg_sq and in both scales are moments of zero. A step computes
+    // with the values of the codes as with f32 moments, and then stores the nearest codes, or with stochastic rounding
+    // the code below or above. A second moment above zero never becomes zero. The calls that take param_low take codes,
+    // without shadow spans.
+    void *exp_avg_scale;
+    // The scales of exp_avg_sq.
+    void *exp_avg_sq_scale;
 } spw_tensor;
 
 #define SPW_TENSOR_INIT \
-    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+      NULL, NULL }
 
 // Statistics of the scaled gradients of all tensors of one call.
 typedef struct spw_step_stats {
@@ -356,6 +368,30 @@ spw_status spw_checksums(const void *const *data,
 // them are needed. After an error nothing has changed.
 spw_status spw_low_bits_settle(const spw_tensor *tensors,
                                uint64_t count);
+
+// Which of the two moments 8-bit codes stand for. Passed as `uint32_t`.
+typedef enum spw_moment {
+    // exp_avg. Code k stands for `y * |y|` with `y = (k - 128) * (scale / 127)`; k is from 1 to 255.
+    SPW_MOMENT_FIRST = 1,
+    // exp_avg_sq. Code k stands for `y * y` with `y = k * (scale / 255)`.
+    SPW_MOMENT_SECOND = 2,
+} spw_moment;
+
+// Writes the values of the `n` codes of a moment to `values`, in f32. `scales` has ceil(n / 32) numbers of bf16, one for
+// each block of 32 codes. `moment` is an `spw_moment`.
+spw_status spw_codes_read(uint32_t moment,
+                          const uint8_t *codes,
+                          const void *scales,
+                          uint64_t n,
+                          float *values);
+
+// Replaces the `n` codes of a moment and their scales by those of `values`, each rounded to the nearest code. All values
+// of a block with Inf or NaN, or with a negative second moment, become NaN. Arguments as those of `spw_codes_read`.
+spw_status spw_codes_write(uint32_t moment,
+                           const float *values,
+                           uint64_t n,
+                           uint8_t *codes,
+                           void *scales);
 
 #ifdef __cplusplus
 } // extern "C"

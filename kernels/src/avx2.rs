@@ -67,6 +67,7 @@ unsafe impl Vector for F32x8 {
         bits_and(a: __m256i, b: __m256i) -> __m256i = _mm256_and_si256(a, b);
         bits_shl(a: __m256i, by: __m256i) -> __m256i = _mm256_sllv_epi32(a, by);
         bits_shr(a: __m256i, by: __m256i) -> __m256i = _mm256_srlv_epi32(a, by);
+        bits_max(a: __m256i, b: __m256i) -> __m256i = _mm256_max_epu32(a, b);
         load_bytes(from: *const u8) -> __m256i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
     }
 
@@ -157,6 +158,16 @@ unsafe impl Vector for F32x8 {
     unsafe fn fence() {
         // SAFETY: every 64-bit x86 processor has this instruction.
         unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(bits: __m256i) -> u32 {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let four = _mm_max_epu32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256::<1>(bits));
+            let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b1110>(four));
+            _mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32::<0b01>(two))) as u32
+        }
     }
 
     #[inline(always)]

@@ -2,13 +2,14 @@
 //! the element types. Every other call runs the generic Rust body.
 
 use super::chunk_loop::CHUNK;
+use super::codes;
 use super::dispatch::Kernel;
 use super::element::{Dtypes, has_bf16_moments};
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
-use super::stochastic::Stochastic;
+use super::stochastic::{RandomBits, Stochastic};
 use super::take::take_copy;
-use super::tensor::{Tensor, not_stochastic, split_is_not_recorded};
+use super::tensor::{Tensor, codes_are_not_recorded, not_stochastic, split_is_not_recorded};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -59,7 +60,7 @@ impl AdamRule {
 
 impl Optimizer for AdamRule {
     fn check_types(&self, tensor: &Tensor<'_>) -> Result<()> {
-        if self.stochastic.is_none() {
+        if self.stochastic.is_none() || tensor.has_codes() {
             return Ok(());
         }
         let mut dtypes = tensor.dtypes()?;
@@ -72,6 +73,16 @@ impl Optimizer for AdamRule {
 
     fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
         let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
+        if tensor.has_codes() {
+            let random = RandomBits::new(key, tensor.first());
+            return step_of_codes(
+                kernel,
+                AdamRule { stochastic: None, ..self },
+                tensor,
+                squares,
+                Some(random),
+            );
+        }
         check::<AdamRule>(&tensor)?;
         take_copy(kernel, &mut tensor);
         let rule = Stochastic::new(self, key, tensor.first());
@@ -90,6 +101,9 @@ impl Optimizer for AdamRule {
 }
 
 fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+    if tensor.has_codes() {
+        return step_of_codes(kernel, rule, tensor, squares, None);
+    }
     check::<R>(&tensor)?;
     take_copy(kernel, &mut tensor);
     if tensor.is_split() {
@@ -102,6 +116,21 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares:
         return Ok(sum);
     }
     super::step::step(kernel, rule, &mut tensor, squares)
+}
+
+/// Steps 8-bit moments, which `random` rounds.
+fn step_of_codes<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    tensor: Tensor<'_>,
+    squares: bool,
+    random: Option<RandomBits>,
+) -> Result<f64> {
+    check::<R>(&tensor)?;
+    if tensor.has_log() || tensor.shadow.is_some() {
+        return Err(codes_are_not_recorded());
+    }
+    codes::step(kernel, tensor, random, |tile| step(kernel, rule, tile, squares))
 }
 
 fn step_of_split<R: Arithmetic>(
@@ -140,6 +169,9 @@ fn check<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
 fn check_undo<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
     if tensor.is_split() {
         return Err(split_is_not_recorded());
+    }
+    if tensor.has_codes() {
+        return Err(codes_are_not_recorded());
     }
     check::<R>(tensor)
 }

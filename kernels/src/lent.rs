@@ -5,9 +5,10 @@
 
 use std::ffi::c_void;
 
+use super::codes::{BLOCK, Codes};
 use super::squares::TILE;
 use super::tensor::{States, Tensor};
-use crate::dtype::{Dtype, Floats, FloatsMut};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 
 /// The addresses, types and length of a [`Tensor`], to be borrowed again later. It has no log.
 #[derive(Debug)]
@@ -20,6 +21,13 @@ pub struct LentTensor {
     takes_copy: bool,
     low: Option<*mut u16>,
     low_sums: *mut u64,
+    codes: [Option<RawCodes>; 2],
+}
+
+#[derive(Debug, Clone, Copy)]
+struct RawCodes {
+    codes: *mut u8,
+    scales: *mut bf16,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +62,7 @@ impl LentTensor {
             takes_copy: tensor.takes_copy(),
             low: tensor.is_split().then(|| tensor.low_address()),
             low_sums: tensor.low_sums_address(),
+            codes: tensor.codes_mut().each_mut().map(|codes| codes.as_mut().map(RawCodes::of)),
         }
     }
 
@@ -115,7 +124,8 @@ impl LentTensor {
                 shadow.map(|shadow| shadow.borrow(n)),
                 self.low.map(|low| std::slice::from_raw_parts_mut(low, n)),
                 self.takes_copy && param_copy.is_some(),
-            );
+            )
+            .of_checked_codes(self.codes.map(|codes| codes.map(|codes| codes.borrow(n))));
             match self.low_sums.is_null() {
                 true => tensor,
                 false => {
@@ -180,6 +190,24 @@ impl RawStates {
                 param: self.param.borrow_mut(n),
                 exp_avg: self.exp_avg.map(|span| span.borrow_mut(n)),
                 exp_avg_sq: self.exp_avg_sq.map(|span| span.borrow_mut(n)),
+            }
+        }
+    }
+}
+
+impl RawCodes {
+    fn of(codes: &mut Codes<'_>) -> RawCodes {
+        RawCodes { codes: codes.codes.as_mut_ptr(), scales: codes.scales.as_mut_ptr() }
+    }
+
+    /// # Safety
+    /// There are `n` codes with their scales, which are lent for `'a` to the result alone.
+    unsafe fn borrow<'a>(self, n: usize) -> Codes<'a> {
+        // SAFETY: the addresses come from slices of these lengths; valid and exclusive by the caller's promise.
+        unsafe {
+            Codes {
+                codes: std::slice::from_raw_parts_mut(self.codes, n),
+                scales: std::slice::from_raw_parts_mut(self.scales, n.div_ceil(BLOCK)),
             }
         }
     }

@@ -139,6 +139,7 @@ unsafe impl Vector for F32x16 {
         bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vorrq_u32(a[i], b[i]));
         bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| veorq_u32(a[i], b[i]));
         bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vandq_u32(a[i], b[i]));
+        bits_max(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vmaxq_u32(a[i], b[i]));
     }
 
     #[inline(always)]
@@ -240,6 +241,12 @@ unsafe impl Vector for F32x16 {
     unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits {
         // SAFETY: as stated at the impl.
         unsafe { from_fn(|i| vshlq_u32(a[i], vnegq_s32(vreinterpretq_s32_u32(by[i])))) }
+    }
+
+    #[inline(always)]
+    unsafe fn largest([a, b, c, d]: Self::Bits) -> u32 {
+        // SAFETY: as stated at the impl.
+        unsafe { vmaxvq_u32(vmaxq_u32(vmaxq_u32(a, b), vmaxq_u32(c, d))) }
     }
 
     #[inline(always)]

@@ -15,6 +15,13 @@ use super::vector::Vector;
 #[derive(Clone, Copy)]
 pub struct Stochastic {
     rule: AdamRule,
+    random: RandomBits,
+}
+
+/// The random bits of the elements of one chunk.
+#[derive(Debug, Clone, Copy)]
+pub struct RandomBits {
+    key: u64,
     keys: [u32; 2],
     /// Lower half of the number of the chunk's first element. No chunk crosses a multiple of 2^32.
     first: u32,
@@ -39,14 +46,26 @@ static LANES: [u32; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
 impl Stochastic {
     /// The rule for a chunk that begins with element number `first` of its tensor.
     pub fn new(rule: AdamRule, key: u64, first: u64) -> Stochastic {
+        Stochastic { rule, random: RandomBits::new(key, first) }
+    }
+}
+
+impl RandomBits {
+    /// The bits of a chunk that begins with element number `first` of its tensor.
+    pub fn new(key: u64, first: u64) -> RandomBits {
         let keys = mix(key ^ (first >> 32));
-        Stochastic { rule, keys: [keys as u32, (keys >> 32) as u32], first: first as u32 }
+        RandomBits { key, keys: [keys as u32, (keys >> 32) as u32], first: first as u32 }
+    }
+
+    /// The bits of another chunk of the tensor.
+    pub(super) fn from(self, first: u64) -> RandomBits {
+        RandomBits::new(self.key, first)
     }
 
     /// 32 random bits for each lane of the group at element `at` of the chunk. The multipliers and shifts are those of
     /// triple32, an integer hash without measurable bias; the second key is added after its first multiplication.
     #[inline(always)]
-    unsafe fn random<V: Vector>(&self, at: usize) -> V::Bits {
+    pub(super) unsafe fn bits<V: Vector>(&self, at: usize) -> V::Bits {
         // SAFETY: the caller upholds the callees' contracts; LANES has the lanes of the widest vector.
         unsafe {
             let shifted = |x, by| V::bits_xor(x, V::bits_shr(x, V::bits_splat(by)));
@@ -108,7 +127,7 @@ impl Arithmetic for Stochastic {
     unsafe fn round<V: Vector>(&self, at: usize, new: ElementState<V>) -> ElementState<V> {
         // SAFETY: the caller upholds the callees' contracts.
         unsafe {
-            let random = self.random::<V>(at);
+            let random = self.random.bits::<V>(at);
             let low = V::bits_and(random, V::bits_splat(0xffff));
             let high = V::bits_shr(random, V::bits_splat(16));
             ElementState {

@@ -1,6 +1,7 @@
 //! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
 use super::chunk_loop::CHUNK;
+use super::codes::{BLOCK, Codes};
 use super::element::{Dtypes, supported, supports_split};
 use super::log::{LINE, log_bytes};
 use super::rules::Arithmetic;
@@ -58,6 +59,8 @@ pub struct Tensor<'a> {
     low: Option<&'a mut [u16]>,
     /// Sums of the tiles of such a parameter (see `word_sum`).
     low_sums: Option<&'a mut [u64]>,
+    /// 8-bit exp_avg and exp_avg_sq in place of those of `states` (see `codes`).
+    codes: [Option<Codes<'a>>; 2],
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
     /// Number of the first element, counted from the start of the tensor that this one is a part of.
@@ -115,6 +118,7 @@ impl<'a> Tensor<'a> {
             takes_copy,
             low,
             low_sums: None,
+            codes: [None, None],
             log: None,
             streams: Streams::default(),
             first: 0,
@@ -158,9 +162,53 @@ impl<'a> Tensor<'a> {
         Tensor { low_sums: Some(sums), ..self }
     }
 
+    /// Gives the tensor 8-bit moments, `[exp_avg, exp_avg_sq]`. Fails if it has other moments or shadow spans, or if the
+    /// codes do not fit the parameter.
+    pub fn with_codes(self, codes: [Option<Codes<'a>>; 2]) -> Result<Self> {
+        let n = self.len();
+        let has_moments = self.states.exp_avg.is_some() || self.states.exp_avg_sq.is_some();
+        if has_moments || self.shadow.is_some() {
+            return Err(codes_are_not_recorded());
+        }
+        for (name, codes) in [("exp_avg", &codes[0]), ("exp_avg_sq", &codes[1])] {
+            let lengths = codes
+                .as_ref()
+                .map_or((n, n.div_ceil(BLOCK)), |codes| (codes.codes.len(), codes.scales.len()));
+            if lengths != (n, n.div_ceil(BLOCK)) {
+                let (codes, scales) = lengths;
+                let reason = format!("has {codes} codes and {scales} scales, but param has {n} elements");
+                return Err(Error::invalid(name, reason));
+            }
+        }
+        Ok(self.of_checked_codes(codes))
+    }
+
+    /// As [`Tensor::with_codes`], of codes that it has checked before.
+    pub(super) fn of_checked_codes(self, codes: [Option<Codes<'a>>; 2]) -> Self {
+        Tensor { codes, ..self }
+    }
+
+    /// True if the moments are codes of 8 bits.
+    pub fn has_codes(&self) -> bool {
+        self.codes.iter().any(Option::is_some)
+    }
+
+    /// Takes the 8-bit moments out of the tensor.
+    pub(super) fn take_codes(&mut self) -> [Option<Codes<'a>>; 2] {
+        std::mem::take(&mut self.codes)
+    }
+
+    /// The 8-bit moments.
+    pub(super) fn codes_mut(&mut self) -> &mut [Option<Codes<'a>>; 2] {
+        &mut self.codes
+    }
+
     /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
     /// `shadow` differ from the states in presence, type or length.
     pub fn with_shadow(self, shadow: States<'a>) -> Result<Self> {
+        if self.has_codes() {
+            return Err(codes_are_not_recorded());
+        }
         match shadow.shape() == self.states.shape() {
             true => Ok(Tensor { shadow: Some(shadow), ..self }),
             false => {
@@ -283,6 +331,8 @@ impl<'a> Tensor<'a> {
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
         let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
         let (low_sums, sums_rest) = self.low_sums.map(|sums| sums.split_at_mut(mid / TILE)).unzip();
+        let [first, second] = self.codes.map(|codes| codes.map(|codes| codes.split_at(mid)).unzip());
+        let (codes, codes_rest) = ([first.0, second.0], [first.1, second.1]);
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
             Tensor {
@@ -293,6 +343,7 @@ impl<'a> Tensor<'a> {
                 takes_copy: self.takes_copy,
                 low,
                 low_sums,
+                codes,
                 log,
                 streams: self.streams,
                 first: self.first,
@@ -305,6 +356,7 @@ impl<'a> Tensor<'a> {
                 takes_copy: self.takes_copy,
                 low: low_rest,
                 low_sums: sums_rest,
+                codes: codes_rest,
                 log: log_rest,
                 streams: self.streams,
                 first: self.first + mid as u64,
@@ -322,6 +374,7 @@ impl<'a> Tensor<'a> {
             takes_copy: self.takes_copy,
             low: self.low.as_deref_mut(),
             low_sums: self.low_sums.as_deref_mut(),
+            codes: self.codes.each_mut().map(|codes| codes.as_mut().map(Codes::reborrow)),
             log: self.log.as_deref_mut(),
             streams: self.streams,
             first: self.first,
@@ -331,17 +384,15 @@ impl<'a> Tensor<'a> {
     /// Drops the states that the optimizer does not keep. Returns an error that names a state which the optimizer keeps
     /// but the tensor lacks.
     pub fn require_states(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
+        if self.has_codes() {
+            let [first, second] = &mut self.codes;
+            return require([("exp_avg", exp_avg, first), ("exp_avg_sq", exp_avg_sq, second)]);
+        }
         for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
-            for (name, kept, span) in [
+            require([
                 ("exp_avg", exp_avg, &mut states.exp_avg),
                 ("exp_avg_sq", exp_avg_sq, &mut states.exp_avg_sq),
-            ] {
-                if !kept {
-                    *span = None;
-                } else if span.is_none() {
-                    return Err(Error::invalid(name, "is NULL, but this optimizer needs it"));
-                }
-            }
+            ])?;
         }
         Ok(())
     }
@@ -349,9 +400,9 @@ impl<'a> Tensor<'a> {
     /// Returns an error that names a state which this optimizer keeps but the tensor lacks.
     pub(super) fn check_states<R: Arithmetic>(&self) -> Result<()> {
         let States { exp_avg, exp_avg_sq, .. } = &self.states;
-        for (name, kept, there) in
-            [("exp_avg", R::EXP_AVG, exp_avg.is_some()), ("exp_avg_sq", R::EXP_AVG_SQ, exp_avg_sq.is_some())]
-        {
+        let first = exp_avg.is_some() || self.codes[0].is_some();
+        let second = exp_avg_sq.is_some() || self.codes[1].is_some();
+        for (name, kept, there) in [("exp_avg", R::EXP_AVG, first), ("exp_avg_sq", R::EXP_AVG_SQ, second)] {
             if kept && !there {
                 return Err(Error::invalid(name, "is missing, but this optimizer needs it"));
             }
@@ -390,6 +441,18 @@ impl Dtypes {
     }
 }
 
+/// Drops the moments that are not kept. Returns an error that names one which is kept but missing.
+fn require<T>(moments: [(&'static str, bool, &mut Option<T>); 2]) -> Result<()> {
+    for (name, kept, moment) in moments {
+        if !kept {
+            *moment = None;
+        } else if moment.is_none() {
+            return Err(Error::invalid(name, "is NULL, but this optimizer needs it"));
+        }
+    }
+    Ok(())
+}
+
 #[cold]
 fn wrong_length(name: &'static str, length: usize, n: usize) -> Error {
     Error::invalid(name, format!("has {length} elements, but param has {n}"))
@@ -418,6 +481,15 @@ pub fn no_split_kernel(dtypes: Dtypes) -> Error {
 pub fn split_is_not_recorded() -> Error {
     Error::Unsupported(
         "param_low: steps of split masters cannot be recorded or undone; leave param_low NULL".to_string(),
+    )
+}
+
+/// The error for a tensor with 8-bit moments in a step that is recorded or undone.
+#[cold]
+pub fn codes_are_not_recorded() -> Error {
+    Error::Unsupported(
+        "8-bit moments: their steps cannot be recorded or undone, nor write shadow spans; use moments of f32 or bf16"
+            .to_string(),
     )
 }
 

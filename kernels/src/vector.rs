@@ -106,6 +106,10 @@ pub unsafe trait Vector: Copy {
     unsafe fn bits_shl(a: Self::Bits, by: Self::Bits) -> Self::Bits;
     /// Shifts each lane right by 0 to 31 bits, filling with zeros.
     unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits;
+    /// The larger of two patterns in each lane, as unsigned numbers.
+    unsafe fn bits_max(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// The largest pattern of all lanes, as unsigned numbers.
+    unsafe fn largest(bits: Self::Bits) -> u32;
     /// True if no lane of `a` has a bit outside `a_mask` and no lane of `b` has a bit outside `b_mask`.
     unsafe fn within(a: Self::Bits, a_mask: u32, b: Self::Bits, b_mask: u32) -> bool;
     /// Stores the lowest byte of each lane, unaligned.

@@ -3,6 +3,7 @@
 
 mod accumulate;
 mod bounds;
+mod codes;
 mod pack;
 mod publish;
 mod reference;

@@ -29,7 +29,7 @@ fn split_mix(seed: u64) -> u64 {
 }
 
 /// The random bits of element `index`.
-fn random(key: u64, index: u64) -> u32 {
+pub fn random(key: u64, index: u64) -> u32 {
     let keys = split_mix(key ^ (index >> 32));
     let mut x = (index as u32) ^ (keys as u32);
     x = (x ^ (x >> 17)).wrapping_mul(0xed5a_d4bb).wrapping_add((keys >> 32) as u32);

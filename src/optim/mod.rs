@@ -4,6 +4,7 @@
 pub mod adagrad;
 pub mod adam;
 pub mod checksums;
+pub mod codes;
 pub mod deepspeed;
 pub mod grad;
 pub mod lent;

@@ -70,6 +70,7 @@ DTYPE_NONE = 0
 DTYPE_F32 = 1
 DTYPE_F16 = 2
 DTYPE_BF16 = 3
+DTYPE_CODES = 4
 
 # spw_weight_decay
 WEIGHT_DECAY_DECOUPLED = 0
@@ -78,6 +79,10 @@ WEIGHT_DECAY_L2 = 1
 # spw_rounding
 ROUNDING_NEAREST = 0
 ROUNDING_STOCHASTIC = 1
+
+# spw_moment
+MOMENT_FIRST = 1
+MOMENT_SECOND = 2
 
 # spw_undo_mode
 UNDO_MODE_ARITHMETIC = 0
@@ -333,6 +338,8 @@ class Tensor(Structure):
         ("shadow_exp_avg_sq", c_void_p),
         ("param_low", c_void_p),
         ("low_sums", POINTER(c_uint64)),
+        ("exp_avg_scale", c_void_p),
+        ("exp_avg_sq_scale", c_void_p),
     ]
 
 
@@ -1333,6 +1340,8 @@ PROTOTYPES = {
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_checksums": (c_int32, [POINTER(c_void_p), address("bytes"), u64("count"), POINTER(c_uint64)]),
     "spw_low_bits_settle": (c_int32, [address("tensors"), u64("count")]),
+    "spw_codes_read": (c_int32, [u32("moment"), c_void_p, address("scales"), u64("n"), address("values")]),
+    "spw_codes_write": (c_int32, [u32("moment"), address("values"), u64("n"), c_void_p, address("scales")]),
     "spw_undo_open": (c_int32, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_undo_adagrad_step": (c_int32, [c_void_p, POINTER(AdagradOptions), address("tensors"), u64("count"), POINTER(StepStats)]),

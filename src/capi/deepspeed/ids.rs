@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use super::call::{rule_of, spw_ds_adam_call};
+use crate::capi::optim::codes::no_steps_of_codes;
 use crate::capi::optim::table;
 use crate::capi::optim::tensor::{at, no_split_masters, spw_tensor};
 use crate::capi::prelude::*;
@@ -106,9 +107,14 @@ pub extern "C" fn spw_ds_adam_destroy(id: i32) -> spw_status {
 unsafe fn step_one<R: Family>(rule: R, tensor: In<spw_tensor>) -> Result<()> {
     // SAFETY: the caller meets the callee's requirements.
     one(tensor, |own| unsafe {
-        table::with_jobs(tensor, 1, &rule, own, |jobs| match jobs.iter().any(|job| job.tensor.is_split()) {
-            true => Err(at(0, no_split_masters())),
-            false => optim::step(jobs, false).map(drop),
+        table::with_jobs(tensor, 1, &rule, own, |jobs| {
+            if jobs.iter().any(|job| job.tensor.is_split()) {
+                return Err(at(0, no_split_masters()));
+            }
+            if jobs.iter().any(|job| job.tensor.has_codes()) {
+                return Err(at(0, no_steps_of_codes()));
+            }
+            optim::step(jobs, false).map(drop)
         })
     })
 }

@@ -43,6 +43,8 @@ fn only_split(raw: &spw_tensor) -> spw_tensor {
         &mut own.shadow_param,
         &mut own.shadow_exp_avg,
         &mut own.shadow_exp_avg_sq,
+        &mut own.exp_avg_scale,
+        &mut own.exp_avg_sq_scale,
     ] {
         *span = std::ptr::null_mut();
     }

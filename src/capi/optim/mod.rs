@@ -37,4 +37,6 @@ pub mod checksum;
 
 pub mod low_bits;
 
-pub use {adagrad::*, adam::*, checksum::*, grad::*, lion::*, low_bits::*, tensor::*};
+pub mod codes;
+
+pub use {adagrad::*, adam::*, checksum::*, codes::*, grad::*, lion::*, low_bits::*, tensor::*};

@@ -4,6 +4,7 @@
 
 use std::ffi::c_void;
 
+use super::codes::bytes_of_scales;
 use super::tensor::{at, bytes_of_sums, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
 use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
@@ -18,7 +19,7 @@ struct Range {
     span: u8,
 }
 
-const SPANS: [&str; 10] = [
+const SPANS: [&str; 12] = [
     "param",
     "grad",
     "exp_avg",
@@ -29,6 +30,8 @@ const SPANS: [&str; 10] = [
     "shadow_exp_avg_sq",
     "param_low",
     "low_sums",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
 ];
 /// Spans of a sum of gradients.
 const SUM_SPANS: [&str; 2] = ["dst", "src"];
@@ -105,7 +108,9 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
         7 => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
         8 => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
-        _ => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
+        9 => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
+        10 => return range_of_bytes(tensor, span, raw.exp_avg_scale.addr(), bytes_of_scales(raw.n)),
+        _ => return range_of_bytes(tensor, span, raw.exp_avg_sq_scale.addr(), bytes_of_scales(raw.n)),
     };
     range_of(tensor, span, address, dtype, raw.n)
 }

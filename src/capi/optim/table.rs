@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::ptr;
 
+use super::codes::no_codes;
 use super::overlap;
 use super::tensor::{self, at, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
 use crate::capi::abi_struct::AbiStruct;
@@ -95,7 +96,7 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
     })
 }
 
-/// As [`with_jobs`], for longer than the call. Rejects param_low.
+/// As [`with_jobs`], for longer than the call. Rejects param_low and 8-bit moments.
 ///
 /// # Safety
 /// `tensors` points to `count` tensors. Until the result is dropped, any thread may use their spans, and no other code
@@ -107,7 +108,13 @@ pub(in crate::capi) unsafe fn lent<R: Optimizer>(
     own: impl Fn(*const c_void) -> Result<R>,
 ) -> Result<Lent<R>> {
     // SAFETY: the caller meets the callee's requirements.
-    unsafe { lent_if(no_low_bits, tensors, count, optimizer, own) }
+    unsafe { lent_if(whole_states, tensors, count, optimizer, own) }
+}
+
+/// Rejects states of which a step cannot be recorded.
+pub(in crate::capi) fn whole_states(tensors: &[spw_tensor]) -> Result<()> {
+    no_low_bits(tensors)?;
+    no_codes(tensors)
 }
 
 /// As [`lent`], of tensors that `check` accepts.

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use super::codes::{CODES, check_scales, moments_of, no_codes};
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::kernel::squares::TILE;
@@ -20,10 +21,15 @@ pub enum spw_dtype {
     SPW_DTYPE_F16 = 2,
     /// bfloat16: the upper half of binary32.
     SPW_DTYPE_BF16 = 3,
+    /// 8-bit codes of a moment, with a bf16 scale for each 32 elements. Only as the state_dtype of a tensor.
+    SPW_DTYPE_CODES = 4,
 }
 
 /// Bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
 pub(super) fn dtype_size(dtype: u32) -> u64 {
+    if dtype == CODES {
+        return 1;
+    }
     known_dtype(dtype).map_or(0, |dtype| dtype.size() as u64)
 }
 
@@ -43,6 +49,7 @@ c_struct! { first 80;
 /// | f16 | f32, f16 | f16 | none |
 /// | bf16 | f32, bf16 | bf16 | none |
 /// | bf16 with param_low | f32, bf16 | f32, bf16 | none |
+/// | as with f32 moments | 8-bit codes | as with f32 moments | as with f32 moments |
 pub struct spw_tensor {
     /// `spw_dtype` of param.
     pub param_dtype: u32,
@@ -89,6 +96,14 @@ pub struct spw_tensor {
     /// low bits count; so set 0 at first, and after param and param_low were both written. Keep sums in memory only: they
     /// are the same on every processor, but their definition may change.
     pub low_sums: *mut u64,
+    /// With a state_dtype of SPW_DTYPE_CODES: the scales of exp_avg, one bf16 for each block of 32 elements, of which the
+    /// last may have fewer; else NULL. Zeros in codes of exp_avg_sq and in both scales are moments of zero. A step computes
+    /// with the values of the codes as with f32 moments, and then stores the nearest codes, or with stochastic rounding
+    /// the code below or above. A second moment above zero never becomes zero. The calls that take param_low take codes,
+    /// without shadow spans.
+    pub exp_avg_scale: *mut c_void,
+    /// The scales of exp_avg_sq.
+    pub exp_avg_sq_scale: *mut c_void,
 }
 }
 
@@ -160,10 +175,11 @@ pub(in crate::capi) fn no_split_masters() -> Error {
     Error::Unsupported(reason.to_string())
 }
 
-/// Copies the tensors of a call as structs of this version. Rejects param_low and take_copy.
+/// Copies the tensors of a call as structs of this version. Rejects param_low, 8-bit moments and take_copy.
 pub(in crate::capi) fn read_all(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
     let mut raw = tensors.read_all(count, "tensors")?;
     no_low_bits(&raw)?;
+    no_codes(&raw)?;
     match raw.iter().position(|raw| raw.n > 0 && raw.take_copy != 0) {
         None => {}
         Some(index) => return Err(at(index, no_taken_copies())),
@@ -201,6 +217,11 @@ pub(in crate::capi) fn no_taken_copies() -> Error {
 /// The caller lends the spans, each of n elements, for `'a`. They do not overlap.
 pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     check_copy(raw)?;
+    check_scales(raw)?;
+    if raw.state_dtype == CODES {
+        // SAFETY: the caller's promise.
+        return unsafe { tensor_with_codes(raw) };
+    }
     let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
     let copy_dtype = parse_copy_dtype(raw.copy_dtype, "copy_dtype")?;
     // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
@@ -223,6 +244,23 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         };
         if raw.take_copy == 1 { Ok(tensor.with_copy_taken()?) } else { Ok(tensor) }
     }
+}
+
+/// # Safety
+/// As [`tensor_of`].
+unsafe fn tensor_with_codes<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    if has_shadow(raw) {
+        return Err(Error::invalid("state_dtype", "is SPW_DTYPE_CODES, so the shadow spans must be NULL"));
+    }
+    // The tensor without moments.
+    let mut rest = *raw;
+    rest.state_dtype = spw_dtype::SPW_DTYPE_F32 as u32;
+    for span in [&mut rest.exp_avg, &mut rest.exp_avg_sq, &mut rest.exp_avg_scale, &mut rest.exp_avg_sq_scale]
+    {
+        *span = std::ptr::null_mut();
+    }
+    // SAFETY: the caller lends the spans.
+    unsafe { Ok(tensor_of(&rest)?.with_codes(moments_of(raw)?)?) }
 }
 
 /// # Safety

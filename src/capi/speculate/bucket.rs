@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use crate::capi::gpu::device::spw_gpu;
 use crate::capi::optim::table::{self, StepOptions};
-use crate::capi::optim::tensor::{no_low_bits, spw_tensor};
+use crate::capi::optim::tensor::spw_tensor;
 use crate::capi::optim::{spw_adagrad_options, spw_adam_options, spw_lion_options};
 use crate::capi::prelude::*;
 use crate::capi::speculate::engine::{Rules, spw_spec};
@@ -187,7 +187,7 @@ pub(in crate::capi) unsafe fn lent<O: StepOptions>(
     tensors: In<spw_tensor>,
     count: u64,
 ) -> Result<Lent<O::Rule>> {
-    let check = |raw: &[spw_tensor]| if undo == Undo::None { Ok(()) } else { no_low_bits(raw) };
+    let check = |raw: &[spw_tensor]| if undo == Undo::None { Ok(()) } else { table::whole_states(raw) };
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
         table::lent_if(check, tensors, count, &rule, |options| match table::own_rule::<O>(options)? {

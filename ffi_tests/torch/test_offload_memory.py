@@ -201,6 +201,7 @@ def test_the_plan_of_a_model_has_the_same_bytes(tmp_path):
         "host": {},
         "host-bf16-moments": {"moment_dtype": BF16},
         "host-split-master": {"moment_dtype": BF16, "master": "split"},
+        "host-int8-moments": {"moment_dtype": torch.uint8, "master": "split"},
     }.items():
         own_bytes = sum(needed(given, Precision()._replace(**options)).values())
         assert planned[strategy] == pytest.approx(own_bytes, rel=0.02)
@@ -229,7 +230,9 @@ def train(params, steps, **options):
     optimizer.close()
 
 
-options = {"split": dict(moment_dtype=torch.bfloat16, master="split"), "f32": {}}[sys.argv[1]]
+options = {
+    "int8": dict(moment_dtype="int8", master="split"), "split": dict(moment_dtype=torch.bfloat16, master="split"), "f32": {}
+}[sys.argv[1]]
 shapes = [(1024, 1024)] * 24 + [(4096, 1024)] * 2 + [(1024,)] * 50 + [(3, 341)]
 params = [torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16)) for shape in shapes]
 for param in params:

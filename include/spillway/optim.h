@@ -114,7 +114,7 @@ typedef struct spw_tensor {
     // are the same on every processor, but their definition may change.
     uint64_t *low_sums;
     // With a state_dtype of SPW_DTYPE_CODES: the scales of exp_avg, one bf16 for each block of 32 elements, of which the
-    // last may have fewer; else NULL. Zeros in codes of exp_avg_sq and in both scales are moments of zero. A step computes
+    // last may have fewer; else NULL. Bytes of zero are moments of zero. A step computes
     // with the values of the codes as with f32 moments, and then stores the nearest codes, or with stochastic rounding
     // the code below or above. A second moment above zero never becomes zero. The calls that take param_low take codes,
     // without shadow spans.
@@ -371,9 +371,10 @@ spw_status spw_low_bits_settle(const spw_tensor *tensors,
 
 // Which of the two moments 8-bit codes stand for. Passed as `uint32_t`.
 typedef enum spw_moment {
-    // exp_avg. Code k stands for `y * |y|` with `y = (k - 128) * (scale / 127)`; k is from 1 to 255.
+    // exp_avg. A byte has a sign and 7 bits k. It stands for `scale * (y - 2^-8)`, where the bits of the f32 y are those of
+    // 2^-8 and k << 19 more.
     SPW_MOMENT_FIRST = 1,
-    // exp_avg_sq. Code k stands for `y * y` with `y = k * (scale / 255)`.
+    // exp_avg_sq. A byte k stands for `scale * (y - 2^-16)`, where the bits of y are those of 2^-16 and k << 19 more.
     SPW_MOMENT_SECOND = 2,
 } spw_moment;
 
@@ -386,7 +387,7 @@ spw_status spw_codes_read(uint32_t moment,
                           float *values);
 
 // Replaces the `n` codes of a moment and their scales by those of `values`, each rounded to the nearest code. All values
-// of a block with Inf or NaN, or with a negative second moment, become NaN. Arguments as those of `spw_codes_read`.
+// of a block become NaN if one of them is NaN, has a magnitude above 0.96 * 2^126, or is a negative second moment. Arguments as those of `spw_codes_read`.
 spw_status spw_codes_write(uint32_t moment,
                            const float *values,
                            uint64_t n,

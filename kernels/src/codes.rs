@@ -1,16 +1,23 @@
 //! 8-bit moments: one code of a byte for each element, one bf16 scale for each block of 32 elements.
 //!
-//! | moment | code | value |
-//! |---|---|---|
-//! | first | 128 + c, with c from -127 to 127 | `y * abs(y)` with `y = c * (scale / 127)` |
-//! | second | c, from 0 to 255 | `y * y` with `y = c * (scale / 255)` |
+//! A code is a small float with an offset. With the value `x` of an element in units of its block's scale, from 0 to 0.965,
+//! a code k is the number of steps of 1/16 octave from `d` to `x + d`: `k = (bits(x + d) - bits(d)) >> 19`.
 //!
-//! The scale is the square root of the block's largest magnitude, rounded up to bf16. Codes are even in the square root,
-//! so that an element whose gradients are 100 times smaller than those of its block still has a value.
+//! | moment | byte | codes k | d |
+//! |---|---|---|---|
+//! | first | sign, and 7 bits of k | 0 to 127 | 2^-8 |
+//! | second | k | 0 to 255 | 2^-16 |
+//!
+//! Codes are even near zero and proportional above `d`: a value is off by 1/32 of itself at most, so that also an element
+//! keeps its moments whose gradients are 100 times smaller than others of its block. Zero bytes are zeros. There is no root
+//! and no division, so that the codes cost less time than the memory that they save.
 //!
 //! Invariants:
+//! - The scale is rounded up to bf16 from the number of which the block's largest magnitude would be the largest code. So
+//!   encoding what codes stand for keeps scale and codes where an element has the largest code, and no scale grows by itself.
+//! - The steps of an octave are equal, and d begins an octave: random bits below a step round without bias.
 //! - A second moment that is not zero never gets the code of zero: the step would divide by eps.
-//! - A block with Inf, NaN or a negative second moment gets the scale NaN, so that all of its values are NaN.
+//! - A block with NaN, Inf, more than 0.96 * 2^126, or a negative second moment gets the scale NaN, so that all of its values are NaN.
 //! - Each operation is one IEEE operation, so that every kernel gives the same codes.
 //!
 //! A step decodes a tile into a buffer that stays in the caches, steps it as f32 moments, and encodes the result. So
@@ -75,10 +82,13 @@ impl<'a> Codes<'a> {
         };
     }
 
-    /// Replaces codes and scales by those of `from`. Rounds to the nearest code, or with `random` up or down at random.
-    /// Panics if `from` or the scales have another length than the codes need.
-    pub fn encode(&mut self, kernel: Kernel, moment: Moment, from: &[f32], random: Option<RandomBits>) {
+    /// Replaces codes and scales by those of `from`. Rounds to the nearest code, or with `random`, a number for each element,
+    /// up or down at random, so that the mean is the value. Panics if `from`, `random` or the scales have another length than
+    /// the codes need.
+    pub fn encode(&mut self, kernel: Kernel, moment: Moment, from: &[f32], random: Option<&[u32]>) {
         self.check(from.len());
+        assert!(random.is_none_or(|random| random.len() == from.len()), "a number for each element");
+        let random = random.map(<[u32]>::as_ptr);
         let (codes, scales) = (self.codes.as_mut_ptr(), self.scales.as_mut_ptr().cast());
         let (from, n) = (from.as_ptr(), from.len());
         let _mode = IeeeMode::enter();
@@ -127,7 +137,11 @@ fn step_tile<const MOST: usize>(
     step: &mut impl FnMut(Tensor<'_>) -> Result<f64>,
 ) -> Result<f64> {
     let n = tensor.len();
-    let random = random.map(|random| random.from(tensor.first()));
+    let mut numbers = [0; MOST];
+    let random = random.map(|random| {
+        random.from(tensor.first()).fill(kernel, &mut numbers[..n]);
+        &numbers[..n]
+    });
     let [mut first, mut second] = tensor.take_codes();
     let mut values = [[0.0; MOST]; 2];
     let [first_values, second_values] = &mut values;
@@ -152,20 +166,21 @@ fn step_tile<const MOST: usize>(
     Ok(sum)
 }
 
-/// The largest c of a code.
-const fn most(first: bool) -> f32 {
-    if first { 127.0 } else { 255.0 }
+/// Bits of a float below a step of 1/16 octave.
+const STEP: u32 = 19;
+/// The random bits that are added before a code is cut off. The lowest are left out: with them, a value that rounding has put
+/// above the largest code by some units would get the code after that.
+const RANDOM: u32 = 0x7ffe0;
+
+/// The offset d.
+const fn offset(first: bool) -> f32 {
+    if first { 1.0 / 256.0 } else { 1.0 / 65_536.0 }
 }
 
-/// The code of zero.
-const fn zero_code(first: bool) -> u32 {
-    if first { 128 } else { 0 }
+/// The value of the largest code in units of the scale: the sum with d is one step below 1.
+const fn top(first: bool) -> f32 {
+    0.968_75 - offset(first)
 }
-
-/// 2^23: its sum with an integer below has the integer as its low bits.
-const INTEGER: f32 = 8_388_608.0;
-/// 1.5 * 2^23: rounds what is added to it to the nearest integer, also below zero.
-const ROUND: f32 = 12_582_912.0;
 
 struct Decode<const FIRST: bool> {
     codes: *const u8,
@@ -202,21 +217,26 @@ impl<const FIRST: bool> Body for Decode<FIRST> {
 unsafe fn decode_block<V: Vector, const FIRST: bool>(scale: f32, codes: *const u8, to: *mut f32) {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        let unit = V::splat(scale / most(FIRST));
-        let zero = V::splat(INTEGER + zero_code(FIRST) as f32);
+        let (scale, offset) = (V::splat(scale), offset(FIRST));
+        let step = V::bits_splat(STEP);
         for at in (0..BLOCK).step_by(V::LANES) {
-            let code = V::bits_or(V::load_bytes(codes.add(at)), V::bits_splat(INTEGER.to_bits()));
-            let root = V::from_bits(code).sub(zero).mul(unit);
-            let other = if FIRST { magnitude(root) } else { root };
-            root.mul(other).store_f32(to.add(at));
+            let byte = V::load_bytes(codes.add(at));
+            let code = if FIRST { V::bits_and(byte, V::bits_splat(0x7f)) } else { byte };
+            let moved = V::bits_add(V::bits_shl(code, step), V::bits_splat(offset.to_bits()));
+            let mut value = V::from_bits(moved).sub(V::splat(offset)).mul(scale);
+            if FIRST {
+                let sign = V::bits_shl(V::bits_shr(byte, V::bits_splat(7)), V::bits_splat(31));
+                value = V::from_bits(V::bits_or(value.to_bits(), sign));
+            }
+            value.store_f32(to.add(at));
         }
     }
 }
 
 #[inline(always)]
-unsafe fn magnitude<V: Vector>(value: V) -> V {
-    // SAFETY: the caller upholds the callees' contracts.
-    unsafe { V::from_bits(V::bits_and(value.to_bits(), V::bits_splat(0x7fff_ffff))) }
+unsafe fn magnitude<V: Vector>(bits: V::Bits) -> V::Bits {
+    // SAFETY: the caller upholds the callee's contract.
+    unsafe { V::bits_and(bits, V::bits_splat(0x7fff_ffff)) }
 }
 
 struct Encode<const FIRST: bool> {
@@ -224,125 +244,165 @@ struct Encode<const FIRST: bool> {
     codes: *mut u8,
     scales: *mut u16,
     n: usize,
-    random: Option<RandomBits>,
+    random: Option<*const u32>,
 }
 
 impl<const FIRST: bool> Body for Encode<FIRST> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) -> f64 {
         let Encode { from, codes, scales, n, random } = self;
-        for at in (0..n).step_by(BLOCK) {
-            // SAFETY: the block begins below n. A last block of fewer elements is read and written through a buffer.
+        for tile in (0..n).step_by(TILE) {
+            let count = TILE.min(n - tile);
+            // SAFETY: the tile lies below n, and begins with a block.
             unsafe {
-                let random = random.as_ref().map(|random| (random, at));
-                let scale = if n - at >= BLOCK {
-                    encode_block::<V, FIRST>(from.add(at), codes.add(at), random)
-                } else {
-                    let (mut last, mut values) = ([0; BLOCK], [0.0; BLOCK]);
-                    std::ptr::copy_nonoverlapping(from.add(at), values.as_mut_ptr(), n - at);
-                    let scale = encode_block::<V, FIRST>(values.as_ptr(), last.as_mut_ptr(), random);
-                    std::ptr::copy_nonoverlapping(last.as_ptr(), codes.add(at), n - at);
-                    scale
-                };
-                scales.add(at / BLOCK).write(scale);
+                let random = random.map(|random| random.add(tile));
+                let (from, codes, scales) = (from.add(tile), codes.add(tile), scales.add(tile / BLOCK));
+                encode_tile::<V, FIRST>(from, codes, scales, count, random);
             }
         }
         0.0
     }
 }
 
-/// Encodes a block, and returns the bits of its scale. `random` has the place of the block too.
+/// Encodes a tile of `n` elements in three passes: with one pass, each block would wait for the two divisions of its scale.
 ///
 /// # Safety
-/// Same contract as [`Vector`]. Both point to [`BLOCK`] elements.
+/// Same contract as [`Vector`]. There are `n` elements, codes and random numbers, at most [`TILE`], and scales of their blocks.
+#[inline(always)]
+unsafe fn encode_tile<V: Vector, const FIRST: bool>(
+    from: *const f32,
+    codes: *mut u8,
+    scales: *mut u16,
+    n: usize,
+    random: Option<*const u32>,
+) {
+    let (mut scale, mut factor) = ([0; TILE / BLOCK], [0.0; TILE / BLOCK]);
+    let (whole, rest) = (n / BLOCK, n % BLOCK);
+    // SAFETY: each block lies below n. A last block of fewer elements is read and written through a buffer.
+    unsafe {
+        let (mut last, mut last_codes) = ([0.0; BLOCK], [0; BLOCK]);
+        std::ptr::copy_nonoverlapping(from.add(whole * BLOCK), last.as_mut_ptr(), rest);
+        for block in 0..whole {
+            scale[block] = largest_of::<V, FIRST>(from.add(block * BLOCK));
+        }
+        if rest > 0 {
+            scale[whole] = largest_of::<V, FIRST>(last.as_ptr());
+        }
+        for (scale, factor) in scale.iter_mut().zip(&mut factor) {
+            (*scale, *factor) = scale_of::<FIRST>(*scale);
+        }
+        for block in 0..n.div_ceil(BLOCK) {
+            scales.add(block).write((scale[block] >> 16) as u16);
+        }
+        for block in 0..whole {
+            let at = block * BLOCK;
+            let random = random.map(|random| random.add(at));
+            let factor = (scale[block] != NAN_SCALE).then_some(factor[block]);
+            encode_block::<V, FIRST>(from.add(at), codes.add(at), factor, random);
+        }
+        if rest > 0 {
+            let mut numbers = [0; BLOCK];
+            let random = random.map(|random| {
+                std::ptr::copy_nonoverlapping(random.add(whole * BLOCK), numbers.as_mut_ptr(), rest);
+                numbers.as_ptr()
+            });
+            let factor = (scale[whole] != NAN_SCALE).then_some(factor[whole]);
+            encode_block::<V, FIRST>(last.as_ptr(), last_codes.as_mut_ptr(), factor, random);
+            std::ptr::copy_nonoverlapping(last_codes.as_ptr(), codes.add(whole * BLOCK), rest);
+        }
+    }
+}
+
+/// The bits of the largest magnitude of a block. A negative second moment counts as more than any finite one.
+///
+/// # Safety
+/// Same contract as [`Vector`]. There are [`BLOCK`] elements.
+#[inline(always)]
+unsafe fn largest_of<V: Vector, const FIRST: bool>(from: *const f32) -> u32 {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        let mut largest = V::bits_splat(0);
+        for at in (0..BLOCK).step_by(V::LANES) {
+            let bits = V::load_bits32(from.add(at).cast());
+            largest = V::bits_max(largest, if FIRST { magnitude::<V>(bits) } else { bits });
+        }
+        V::largest(largest)
+    }
+}
+
+/// The bits of the scale of a block whose magnitudes have no scale.
+const NAN_SCALE: u32 = 0x7fc0_0000;
+
+/// The bits of a block's scale and its inverse, from the bits of the largest magnitude. A number up to 16 units above a
+/// scale counts as that scale: rounding made it from the largest code. Without branches, so that the compiler makes vectors
+/// of it.
+#[inline(always)]
+fn scale_of<const FIRST: bool>(largest: u32) -> (u32, f32) {
+    const SMALLEST: u32 = 0x0080_0000;
+    /// 2^126: the inverse of a larger scale would be denormal.
+    const INFINITE: u32 = 0x7e80_0000;
+    // A larger one, a NaN and a negative second moment have no scale.
+    let finite = largest.min(INFINITE);
+    let whole = (f32::from_bits(finite) / top(FIRST)).to_bits().max(SMALLEST);
+    let scale = (whole - 16 + 0xffff) & 0xffff_0000;
+    let factor = 1.0 / f32::from_bits(scale);
+    let none = largest == 0;
+    let known = if scale > INFINITE { NAN_SCALE } else { scale };
+    (if none { 0 } else { known }, if none { 0.0 } else { factor })
+}
+
+/// Encodes a block with the inverse of its scale; `None`: it has no scale.
+///
+/// # Safety
+/// Same contract as [`Vector`]. All point to [`BLOCK`] elements.
 #[inline(always)]
 unsafe fn encode_block<V: Vector, const FIRST: bool>(
     from: *const f32,
     codes: *mut u8,
-    random: Option<(&RandomBits, usize)>,
-) -> u16 {
-    // SAFETY: the caller upholds the callees' contracts. Each group of V::LANES elements has a place in `groups`.
+    factor: Option<f32>,
+    random: Option<*const u32>,
+) {
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        let zero = V::splat(0.0);
-        let mut groups = [(zero, zero); BLOCK];
-        let mut largest = V::bits_splat(0);
-        for at in (0..BLOCK).step_by(V::LANES) {
-            let value = V::load_f32(from.add(at));
-            let root = root_of::<V, FIRST>(value);
-            largest = V::bits_max(largest, root.to_bits());
-            groups[at / V::LANES] = (value, root);
-        }
-        let Some((scale, factor)) = scale_of::<FIRST>(V::largest(largest)) else {
-            std::ptr::write_bytes(codes, zero_code(FIRST) as u8, BLOCK);
-            return NAN_SCALE;
-        };
+        let Some(factor) = factor else { return std::ptr::write_bytes(codes, 0, BLOCK) };
         let factor = V::splat(factor);
         for at in (0..BLOCK).step_by(V::LANES) {
-            let (value, root) = groups[at / V::LANES];
-            let c = match random {
-                None => root.mul(factor),
-                Some((random, block)) => {
-                    root.mul_add(factor, dither::<V, FIRST>(random.bits::<V>(block + at)))
+            let moved = match random {
+                None => V::bits_splat(1 << (STEP - 1)),
+                Some(random) => {
+                    let bits = V::load_bits32(random.add(at));
+                    // Each moment has random bits of its own.
+                    let bits = if FIRST {
+                        V::bits_shl(bits, V::bits_splat(5))
+                    } else {
+                        V::bits_shr(bits, V::bits_splat(13))
+                    };
+                    V::bits_and(bits, V::bits_splat(RANDOM))
                 }
             };
-            V::store_bytes(code_of::<V, FIRST>(value, c), codes.add(at));
-        }
-        scale
-    }
-}
-
-/// The square root of the magnitude, without a sign also for a NaN; NaN for a negative second moment.
-#[inline(always)]
-unsafe fn root_of<V: Vector, const FIRST: bool>(value: V) -> V {
-    // SAFETY: the caller upholds the callees' contracts.
-    unsafe { if FIRST { magnitude(magnitude(value).sqrt()) } else { magnitude(value.sqrt()) } }
-}
-
-/// The scale of a block with Inf or NaN.
-const NAN_SCALE: u16 = 0x7fc0;
-
-/// The bits of a block's scale and the factor of its roots, from the bits of the largest root; `None` for Inf and NaN. A
-/// root up to 16 units above a scale counts as that scale: rounding made it from the largest code.
-#[inline(always)]
-fn scale_of<const FIRST: bool>(largest: u32) -> Option<(u16, f32)> {
-    const INFINITE: u32 = 0x7f80_0000;
-    match largest {
-        0 => Some((0, 0.0)),
-        INFINITE.. => None,
-        finite => {
-            let scale = (finite - 16 + 0xffff) >> 16;
-            Some((scale as u16, most(FIRST) / f32::from_bits(scale << 16)))
+            let bits = V::load_bits32(from.add(at).cast());
+            V::store_bytes(code_of::<V, FIRST>(bits, factor, moved), codes.add(at));
         }
     }
 }
 
-/// A random number between -1/2 and 1/2. Each moment has its own of the random bits.
+/// The code of the value with these bits. `moved` is what is added below a step before the code is cut off.
 #[inline(always)]
-unsafe fn dither<V: Vector, const FIRST: bool>(random: V::Bits) -> V {
+unsafe fn code_of<V: Vector, const FIRST: bool>(bits: V::Bits, factor: V, moved: V::Bits) -> V::Bits {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        let shifted = V::bits_shr(random, V::bits_splat(if FIRST { 8 } else { 24 }));
-        let byte = V::bits_and(shifted, V::bits_splat(0xff));
-        let number = V::from_bits(V::bits_or(byte, V::bits_splat(INTEGER.to_bits()))).sub(V::splat(INTEGER));
-        // Odd multiples of 1/512, so that the mean is zero.
-        number.mul_add(V::splat(1.0 / 256.0), V::splat(-255.0 / 512.0))
-    }
-}
-
-/// The code of `value`, whose root in units of codes is `c` before rounding.
-#[inline(always)]
-unsafe fn code_of<V: Vector, const FIRST: bool>(value: V, c: V) -> V::Bits {
-    // SAFETY: the caller upholds the callees' contracts.
-    unsafe {
-        let c = V::bits_sub(c.add(V::splat(ROUND)).to_bits(), V::bits_splat(ROUND.to_bits()));
+        let size = magnitude::<V>(bits);
+        let offset = offset(FIRST);
+        let sum = V::from_bits(size).mul_add(factor, V::splat(offset)).to_bits();
+        let steps = V::bits_add(V::bits_sub(sum, V::bits_splat(offset.to_bits())), moved);
+        let code = V::bits_shr(steps, V::bits_splat(STEP));
         let highest = |bits| V::bits_shr(bits, V::bits_splat(31));
         if FIRST {
-            let sign = highest(value.to_bits());
-            let negated = V::bits_add(V::bits_xor(c, V::bits_sub(V::bits_splat(0), sign)), sign);
-            return V::bits_add(negated, V::bits_splat(zero_code(FIRST)));
+            let sign = V::bits_shl(highest(bits), V::bits_splat(7));
+            return V::bits_or(code, sign);
         }
-        let is_zero = highest(V::bits_sub(c, V::bits_splat(1)));
-        let has_value = highest(V::bits_sub(V::bits_splat(0), magnitude(value).to_bits()));
-        V::bits_add(c, V::bits_and(is_zero, has_value))
+        let is_zero = highest(V::bits_sub(code, V::bits_splat(1)));
+        let has_value = highest(V::bits_sub(V::bits_splat(0), size));
+        V::bits_add(code, V::bits_and(is_zero, has_value))
     }
 }

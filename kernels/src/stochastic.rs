@@ -8,8 +8,10 @@
 //! every kernel, number of threads and split of the work. The sum of a value's bits and 16 random bits, without its lower
 //! 16 bits, is the rounded value.
 
+use super::chunk_loop::MAX_LANES;
+use super::dispatch::Kernel;
 use super::rules::{AdamRule, Arithmetic, Corrector, ElementState};
-use super::vector::Vector;
+use super::vector::{Body, Vector};
 
 /// The rule of one chunk.
 #[derive(Clone, Copy)]
@@ -62,6 +64,13 @@ impl RandomBits {
         RandomBits::new(self.key, first)
     }
 
+    /// Writes the bits of the first elements of the chunk.
+    pub fn fill(self, kernel: Kernel, to: &mut [u32]) {
+        let fill = Fill { random: self, to: to.as_mut_ptr(), n: to.len() };
+        // SAFETY: `to` has n words.
+        unsafe { kernel.run(fill) };
+    }
+
     /// 32 random bits for each lane of the group at element `at` of the chunk. The multipliers and shifts are those of
     /// triple32, an integer hash without measurable bias; the second key is added after its first multiplication.
     #[inline(always)]
@@ -78,6 +87,30 @@ impl RandomBits {
             let x = V::bits_mul(shifted(x, 15), V::bits_splat(0x3184_8bab));
             shifted(x, 14)
         }
+    }
+}
+
+struct Fill {
+    random: RandomBits,
+    to: *mut u32,
+    n: usize,
+}
+
+impl Body for Fill {
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) -> f64 {
+        let Fill { random, to, n } = self;
+        let whole = n - n % V::LANES;
+        // SAFETY: each group lies below n; the last one is written through a buffer.
+        unsafe {
+            for at in (0..whole).step_by(V::LANES) {
+                V::store_bits32(random.bits::<V>(at), to.add(at));
+            }
+            let mut last = [0; MAX_LANES];
+            V::store_bits32(random.bits::<V>(whole), last.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(last.as_ptr(), to.add(whole), n - whole);
+        }
+        0.0
     }
 }
 

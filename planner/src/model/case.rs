@@ -21,6 +21,8 @@ pub enum Strategy {
     /// As `HostBf16Moments`, with 10 bytes per parameter: the 16-bit weights in host memory, and 16 low bits of each, are
     /// the master.
     HostSplitMaster,
+    /// As `HostSplitMaster`, with 8-bit moments: 8.1 bytes per parameter.
+    HostInt8Moments,
     /// States in host memory; the CPU steps during backward, the GPU steps the last buckets (SuperOffload).
     Speculation,
     /// States in host memory; CPU and GPU step subgroups at the same time (Deep Optimizer States).
@@ -39,11 +41,12 @@ pub enum Strategy {
 
 impl Strategy {
     /// All strategies. Of two that take the same time, the earlier one is simpler.
-    pub const ALL: [Strategy; 11] = [
+    pub const ALL: [Strategy; 12] = [
         Strategy::Gpu,
         Strategy::Host,
         Strategy::HostBf16Moments,
         Strategy::HostSplitMaster,
+        Strategy::HostInt8Moments,
         Strategy::Speculation,
         Strategy::Interleave,
         Strategy::InterleaveResidents,
@@ -60,6 +63,7 @@ impl Strategy {
             Strategy::Host => "host",
             Strategy::HostBf16Moments => "host-bf16-moments",
             Strategy::HostSplitMaster => "host-split-master",
+            Strategy::HostInt8Moments => "host-int8-moments",
             Strategy::Speculation => "speculation",
             Strategy::Interleave => "interleave",
             Strategy::InterleaveResidents => "interleave-residents",
@@ -72,7 +76,8 @@ impl Strategy {
 
     /// True if moments are f32, so that results do not depend on the strategy.
     pub const fn is_exact(self) -> bool {
-        !matches!(self, Strategy::HostBf16Moments | Strategy::HostSplitMaster)
+        use Strategy::{HostBf16Moments, HostInt8Moments, HostSplitMaster};
+        !matches!(self, HostBf16Moments | HostSplitMaster | HostInt8Moments)
     }
 
     /// True for strategies in which CPU and GPU step subgroups at the same time, after the last gradient.

@@ -22,6 +22,8 @@ const SUM: f64 = 10.0 / 28.0;
 const BF16_MOMENTS: f64 = 20.0 / 28.0;
 /// The same with split masters too: 2 bytes read of the gradient, 8 read and written of weights, low bits and moments.
 const SPLIT_MASTER: f64 = 18.0 / 28.0;
+/// The same with 8-bit moments: 4 bytes of moments in place of 8.
+const INT8_MOMENTS: f64 = 14.0 / 28.0;
 /// Pieces of a forward pass whose weights are loaded.
 const MOST_PIECES: u64 = 32;
 
@@ -113,6 +115,7 @@ pub fn predict(
         (Strategy::Interleave | Strategy::InterleaveResidents, _) => {}
         (Strategy::HostBf16Moments, _) => work.cpu_steps(&buckets, &grads, BF16_MOMENTS, true),
         (Strategy::HostSplitMaster, _) => work.cpu_steps(&buckets, &grads, SPLIT_MASTER, true),
+        (Strategy::HostInt8Moments, _) => work.cpu_steps(&buckets, &grads, INT8_MOMENTS, true),
         (_, Some((need, paths))) => work.tier_steps(&buckets, &grads, &need, paths),
         (_, None) => work.cpu_steps(&buckets, &grads, 1.0, true),
     }

@@ -26,6 +26,10 @@ const STATE: u64 = 12;
 const BF16_STATE: u64 = 8;
 /// Low bits of a split master, and moments in bf16.
 const SPLIT_STATE: u64 = 6;
+/// Low bits of a split master, and moments of a byte each.
+const INT8_STATE: u64 = 4;
+/// Elements that share the scale of an 8-bit moment, which has 16 bits.
+const CODES: u64 = 32;
 /// The undo log of a second step, its largest in usual training (docs/speculation.md), rounded up; about 1.2 later.
 const UNDO: u64 = 4;
 /// Parameters of a bucket: 64 MB of 16-bit gradients (SuperOffload section 4.3).
@@ -182,6 +186,10 @@ impl<'a> Case<'a> {
             Strategy::Host => self.keep(&mut placed, STATE, shard),
             Strategy::HostBf16Moments => self.keep(&mut placed, BF16_STATE, shard),
             Strategy::HostSplitMaster => self.keep(&mut placed, SPLIT_STATE, shard),
+            Strategy::HostInt8Moments => {
+                self.keep(&mut placed, INT8_STATE, shard);
+                placed.host.states += 2 * HALF * shard.div_ceil(CODES);
+            }
             Strategy::Speculation => self.speculate(&mut placed),
             Strategy::Interleave => self.interleave(&mut placed)?,
             Strategy::InterleaveResidents => self.interleave_with_residents(&mut placed)?,

@@ -190,6 +190,9 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
             Strategy::HostSplitMaster => {
                 assert_eq!((host.states, host.gradients, host.weights), (6 * shard, 2 * shard, 2 * shard));
             }
+            Strategy::HostInt8Moments => {
+                assert_eq!((host.states, host.weights), (4 * shard + shard / 8, 2 * shard));
+            }
             Strategy::Speculation => {
                 let kept = outcome.gpu_steps as u64 * bucket;
                 assert_eq!(host.states, 12 * (shard - kept));

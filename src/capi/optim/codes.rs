@@ -12,9 +12,10 @@ use crate::optim::codes;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_moment {
-    /// exp_avg. Code k stands for `y * |y|` with `y = (k - 128) * (scale / 127)`; k is from 1 to 255.
+    /// exp_avg. A byte has a sign and 7 bits k. It stands for `scale * (y - 2^-8)`, where the bits of the f32 y are those of
+    /// 2^-8 and k << 19 more.
     SPW_MOMENT_FIRST = 1,
-    /// exp_avg_sq. Code k stands for `y * y` with `y = k * (scale / 255)`.
+    /// exp_avg_sq. A byte k stands for `scale * (y - 2^-16)`, where the bits of y are those of 2^-16 and k << 19 more.
     SPW_MOMENT_SECOND = 2,
 }
 
@@ -47,7 +48,7 @@ pub unsafe extern "C" fn spw_codes_read(
 }
 
 /// Replaces the `n` codes of a moment and their scales by those of `values`, each rounded to the nearest code. All values
-/// of a block with Inf or NaN, or with a negative second moment, become NaN. Arguments as those of `spw_codes_read`.
+/// of a block become NaN if one of them is NaN, has a magnitude above 0.96 * 2^126, or is a negative second moment. Arguments as those of `spw_codes_read`.
 ///
 /// # Safety
 /// As `spw_codes_read`.

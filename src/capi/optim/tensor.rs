@@ -97,7 +97,7 @@ pub struct spw_tensor {
     /// are the same on every processor, but their definition may change.
     pub low_sums: *mut u64,
     /// With a state_dtype of SPW_DTYPE_CODES: the scales of exp_avg, one bf16 for each block of 32 elements, of which the
-    /// last may have fewer; else NULL. Zeros in codes of exp_avg_sq and in both scales are moments of zero. A step computes
+    /// last may have fewer; else NULL. Bytes of zero are moments of zero. A step computes
     /// with the values of the codes as with f32 moments, and then stores the nearest codes, or with stochastic rounding
     /// the code below or above. A second moment above zero never becomes zero. The calls that take param_low take codes,
     /// without shadow spans.

@@ -68,8 +68,9 @@ class Adam(SpillwayOptimizer, torch.optim.Adam):
         process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         undo: rollback() restores all bits of the last step.
-        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
-        moment_rounding: "stochastic": bf16 moments are rounded at random, without bias; "nearest": to nearest even.
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4. "int8": 1.06 bytes.
+        moment_rounding: "stochastic": narrow moments are rounded at random, without bias; "nearest": to nearest even. None: at random for
+            "int8", else to the nearest.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.
@@ -132,8 +133,9 @@ class AdamW(SpillwayOptimizer, torch.optim.AdamW):
         process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         undo: rollback() restores all bits of the last step.
-        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
-        moment_rounding: "stochastic": bf16 moments are rounded at random, without bias; "nearest": to nearest even.
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4. "int8": 1.06 bytes.
+        moment_rounding: "stochastic": narrow moments are rounded at random, without bias; "nearest": to nearest even. None: at random for
+            "int8", else to the nearest.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.
@@ -194,7 +196,7 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
         process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         undo: rollback() restores all bits of the last step.
-        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4.
         moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.
@@ -260,7 +262,7 @@ class Lion(SpillwayOptimizer):
         process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         undo: rollback() restores all bits of the last step.
-        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4.
         moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.

@@ -28,9 +28,11 @@ from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
 from ._norm import part_of
+from ._codes import blocks_of, is_scales
 from ._states import LOW, MASTER, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (
+    DTensor,
     Row,
     check_complete,
     check_kinds,
@@ -69,7 +71,7 @@ class Home:
     scale = 1.0
 
     def __init__(self, name: str, rule: Rule, precision: Precision):
-        self.name, self.rule, self.precision, self.undo = name, rule, precision, False
+        self.name, self.rule, self.precision, self.undo = name, precision.rule_of(rule), precision, False
         self._last: Recorded | None = None
         self._pending: Call | None = None
 
@@ -405,6 +407,8 @@ class Memory(Home):
 
     def _states_of(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any], name: str) -> tuple[torch.Tensor, ...]:
         rule, precision = self.rule, self.precision
+        if precision.coded and isinstance(param, DTensor):
+            raise UnsupportedError(f'{name} is a DTensor, whose parts may begin within a block of codes; pass moment_dtype="bf16"')
         if not state:
             # Made apart: a signal handler that raises leaves all states or none.
             new = precision.new_state(rule, group, param)
@@ -414,7 +418,10 @@ class Memory(Home):
         found = tuple(local(state[key]) for key in rule.keys)
         dtypes = (precision.of_moments(param),) if precision.beyond_torch else (torch.float32, param.dtype)
         for key, tensor in zip(rule.keys, found):
-            check_state(local(param), tensor, key, name, dtypes)
+            if is_scales(key):
+                check_state(torch.empty(blocks_of(local(param).numel()), device="meta"), tensor, key, name, (torch.bfloat16,))
+            else:
+                check_state(local(param), tensor, key, name, dtypes)
         return found
 
     def saved(self, states: Any) -> Any:

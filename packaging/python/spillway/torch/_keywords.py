@@ -27,8 +27,8 @@ class Beyond(TypedDict, total=False):
     process_group: torch.distributed.ProcessGroup | None
     skip_nonfinite: bool
     undo: bool
-    moment_dtype: torch.dtype | None
-    moment_rounding: str
+    moment_dtype: torch.dtype | str | None
+    moment_rounding: str | None
     rounding_seed: int
     master: str | None
     tier: str | os.PathLike[str] | TierPath | TierOptions | Sequence[str | os.PathLike[str] | TierPath | None] | None
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_nonfinite": False,
     "undo": False,
     "moment_dtype": None,
-    "moment_rounding": "nearest",
+    "moment_rounding": None,
     "rounding_seed": 0,
     "master": None,
     "tier": None,

@@ -72,6 +72,8 @@ def scaler_of(optimizer: Any) -> tuple[float, bool]:
 
 
 def _check_undo(name: str, undo: bool, precision: Precision) -> None:
+    if undo and precision.coded:
+        raise UnsupportedError(f'{name}: a step of 8-bit moments cannot be rolled back; pass undo=False or moment_dtype="bf16"')
     if undo and precision.master == "split":
         raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
 
@@ -169,7 +171,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         dtypes = Precision.of(name, rule.c_name == "adam", **precision)
         _check_undo(name, undo, dtypes)
         for param, state in self.state.items():
-            dtypes.cast(param, state, state, list(rule.keys))
+            dtypes.cast(param, state, state, list(dtypes.rule_of(rule).keys))
         if tier is not None:
             groups, states = self.param_groups, self.state
             self._home = TierHome(name, rule, dtypes, undo, groups, states, tier, memory_budget, overlap)
@@ -210,7 +212,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             own, (head, rest) = self._itself() or self, super().__repr__().split("\n", 1)
             precision = own._home.precision
             told = {name: getattr(own, name) for name in ("max_norm", "process_group", "skip_nonfinite", "undo")}
-            told |= {"moment_dtype": precision.moment_dtype, "moment_rounding": "stochastic" if precision.stochastic else "nearest"}
+            told |= {"moment_dtype": precision.moment_dtype, "moment_rounding": precision.rounding}
             told |= {"rounding_seed": precision.seed, "master": precision.master, "tier": None, **own._home.facts()}
         except Exception:
             # Half constructed, or the wrapper of an optimizer that was deleted.

@@ -17,6 +17,7 @@ import torch
 from .. import _abi
 from .._groups import Rule
 from ..errors import InvalidArgumentError
+from ._codes import coded_rule, decoded, encoded, is_scales, new_scales
 from ._tensors import CODES, check_has_memory, local
 
 #: The moments of Adam.
@@ -24,6 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The rules of torch.optim.Adam and AdamW.
 ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
 ADAMW = ADAM._replace(decoupled=True)
+#: What the dtypes of moments are also called. torch.uint8: 8-bit codes with scales, see _codes.py.
+MOMENT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 #: The state that holds the f32 master of a 16-bit parameter.
 MASTER = "master_param"
 #: The state that holds the low bits of a split master.
@@ -41,16 +44,30 @@ class Precision(NamedTuple):
 
     @staticmethod
     def of(
-        name: str, adam: bool, moment_dtype: torch.dtype | None, moment_rounding: str, rounding_seed: int, master: str | None
+        name: str,
+        adam: bool,
+        moment_dtype: torch.dtype | str | None,
+        moment_rounding: str | None,
+        rounding_seed: int,
+        master: str | None,
     ) -> Precision:
         """Checks the arguments of an optimizer's class."""
-        if moment_dtype not in (None, torch.float32, torch.bfloat16):
-            raise InvalidArgumentError(f"{name}: moment_dtype is {moment_dtype!r}; pass torch.bfloat16, torch.float32 or None")
-        if not isinstance(moment_rounding, str) or moment_rounding not in _abi.ROUNDINGS:
-            raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {tuple(_abi.ROUNDINGS)}")
-        stochastic = moment_rounding == "stochastic"
-        if stochastic and (moment_dtype is not torch.bfloat16 or not adam):
-            raise InvalidArgumentError(f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype=torch.bfloat16')
+        told, moment_dtype = moment_dtype, MOMENT_DTYPES.get(moment_dtype) if isinstance(moment_dtype, str) else moment_dtype
+        if moment_dtype not in (None, *MOMENT_DTYPES.values()) or (told is not None and moment_dtype is None):
+            raise InvalidArgumentError(
+                f'{name}: moment_dtype is {told!r}; pass "int8", "bf16", "f32", torch.bfloat16, torch.float32 or None'
+            )
+        coded = moment_dtype is torch.uint8
+        if coded and not adam:
+            raise InvalidArgumentError(f'{name}: moment_dtype="int8" is for Adam and AdamW; pass "bf16" or "f32"')
+        if moment_rounding is not None and (not isinstance(moment_rounding, str) or moment_rounding not in _abi.ROUNDINGS):
+            raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {tuple(_abi.ROUNDINGS)}, or None")
+        # To the nearest, an 8-bit second moment stands still until a square is 30 times as large.
+        stochastic = coded if moment_rounding is None else moment_rounding == "stochastic"
+        if stochastic and (moment_dtype not in (torch.bfloat16, torch.uint8) or not adam):
+            raise InvalidArgumentError(
+                f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype="bf16" or "int8"'
+            )
         if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, Integral) or not 0 <= rounding_seed < 2**64:
             raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a whole number from 0 to 2**64 - 1")
         if master not in (None, *_MASTERS):
@@ -61,6 +78,25 @@ class Precision(NamedTuple):
         """The seed of a parameter with this number, of which the process has this part: parts have random bits of their own, and replicas
         of a part the same."""
         return (self.seed + (part << 32) + number) % 2**64
+
+    @property
+    def coded(self) -> bool:
+        """True if moments are 8-bit codes with scales."""
+        return self.moment_dtype is torch.uint8
+
+    @property
+    def rounding(self) -> str | None:
+        """How moments are rounded; None: as without the keyword."""
+        return None if self.stochastic is self.coded else "stochastic" if self.stochastic else "nearest"
+
+    @property
+    def recorded(self) -> bool:
+        """True if a step of these dtypes can be rolled back."""
+        return self.master != "split" and not self.coded
+
+    def rule_of(self, rule: Rule) -> Rule:
+        """A rule with the states of these dtypes."""
+        return coded_rule(rule) if self.coded else rule
 
     @property
     def beyond_torch(self) -> bool:
@@ -86,6 +122,9 @@ class Precision(NamedTuple):
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         state: dict[str, Any] = {"step": torch.zeros((), dtype=dtype, device="cpu")} if rule.counted else {}
         for key in rule.keys:
+            if self.coded and is_scales(key):
+                state[key] = new_scales(param)
+                continue
             state[key] = torch.zeros_like(param, dtype=self.of_moments(param), memory_format=torch.preserve_format)
             if rule.start:
                 state[key].fill_(group[rule.start])
@@ -96,13 +135,24 @@ class Precision(NamedTuple):
         # Parameters that Spillway never steps keep torch's dtypes.
         if not (param.is_cpu and param.dtype in CODES):
             return
+        source = self._converted(param, state, source)
         dtypes = dict.fromkeys(keys, self.of_moments(param)) if self.beyond_torch else {}
+        dtypes |= {key: torch.bfloat16 for key in keys if is_scales(key)}
         if self.has_master(param):
             dtypes |= _MASTERS.values()
             self._convert_master(param, state, source)
         for key, dtype in dtypes.items():
             if key in state and key in source and state[key].dtype is not dtype:
                 state[key] = source[key].detach().to(dtype=dtype, device=param.device, copy=True)
+
+    def _converted(self, param: torch.Tensor, state: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+        """`source` with moments of the kind of this optimizer, which `state` then has too in place of those of the other kind."""
+        found = (encoded if self.coded else decoded)(source)
+        if found is not source:
+            for key in source.keys() - found.keys():
+                state.pop(key, None)
+            state.update({key: found[key] for key in found.keys() - source.keys()})
+        return found
 
     def _convert_master(self, param: torch.Tensor, state: dict[str, Any], source: dict[str, Any]) -> None:
         """Gives a state with a saved master of the other kind one of this kind."""

@@ -40,6 +40,9 @@ _GRAD = _abi.Tensor.grad.offset // 8
 #: How the library names a row, an option of a row, and an option of the call; names of options that differ from torch's.
 _PLACES = re.compile(r"tensors\[(\d+)\](?:\.options\.(\w+))?|^options\.(\w+)")
 _OPTION_NAMES = {"beta1": "betas[0]", "beta2": "betas[1]", "grad_scale": "grad_scale (of the scaler and of max_norm)"}
+#: The fields of scales, and the codes of dtypes, with that of 8-bit moments.
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_DTYPES = {**CODES, torch.uint8: _abi.DTYPE_CODES}
 #: Dtypes in which step counts are kept as they were found.
 _COUNTS = (torch.float32, torch.float64, torch.int32, torch.int64)
 #: What is raised if a state was removed, or if a tensor has no address any more.
@@ -131,7 +134,10 @@ class Table:
         if copy is not None:
             _tensor_rows.put(entry, "param_copy", _span(copy), "copy")
         for field, state in zip(fields, row.states):
-            _tensor_rows.put(entry, field, _span(state), f"state of the C field {field}")
+            if field in _SCALES:
+                setattr(entry, field, state.data_ptr())
+            else:
+                _tensor_rows.put(entry, field, _span(state), f"state of the C field {field}")
 
     def _gather_steps(self) -> None:
         """Moves the step counts into one piece of memory, where counting a step is one addition. Each has a storage of its own there: a
@@ -441,8 +447,19 @@ class Slice:
         return list(map(local, tensors)) if self.distributed else tensors
 
 
+def coded_table(rows: Sequence[tuple[torch.Tensor, ...]], scales: Sequence[tuple[torch.Tensor, ...]]) -> tuple[Any, list[Any]]:
+    """The C table of parameters with 8-bit moments, and what keeps its memory. Of each row the parameter, the gradient, the codes of both
+    moments and the copy, if there is one; and the scales of both moments."""
+    table = (_abi.Tensor * len(rows))()
+    fields = ["exp_avg", "exp_avg_sq", *_SCALES]
+    for entry, (param, grad, first, second, *copy), own in zip(table, rows, scales):
+        row = Row(0, 0, param, grad, (first, second, *own), None, *copy)
+        Table._fill_row(_tensor_rows.begin(entry, param.numel()), row, fields)
+    return table, [*rows, *scales]
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return tensor.data_ptr(), tensor.numel(), CODES[tensor.dtype]
+    return tensor.data_ptr(), tensor.numel(), _DTYPES[tensor.dtype]
 
 
 def check_adam(options: Any, group: int) -> None:

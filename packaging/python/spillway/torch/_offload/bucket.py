@@ -26,6 +26,7 @@ from .._copies import HostLink, wait
 from .._low_bits import pointer_to
 from .._norm import part_of
 from .._states import MASTER, with_values
+from .._table import coded_table
 from .._tensors import DTensor, local, locals_of
 from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
@@ -56,6 +57,7 @@ class Bucket:
         self.steps_early = False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
+        self._is_coded = any(slot.precision.coded for slot in slots)
         self._is_split = any(slot.precision.master == "split" for slot in slots)
         # Elements of a piece would have the random bits of the tensor's first ones.
         self._is_random = any(slot.precision.stochastic for slot in slots)
@@ -241,16 +243,17 @@ class Bucket:
         # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
         rows = portion.rows(self.slots) if portion.is_piece else self._memory_of_slots()[0][portion]
         split = [self.slots[place].split(portion.start) for place in portion.places] if self._is_split else []
-        addresses = [*map(_data_ptr, chain(chain.from_iterable(rows), chain.from_iterable(split)))]
+        scales = [self.slots[place].scales(portion.start) for place in portion.places] if self._is_coded else []
+        addresses = [*map(_data_ptr, chain.from_iterable(chain(rows, split, scales)))]
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
-            table, held = tensor_table(self.lane.adam, rows)
+            table, held = tensor_table(self.lane.adam, rows) if not scales else coded_table(rows, scales)
             for row, place in zip(table, portion.places):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
             for row, part in zip(table, split):
                 if part:
                     row.param_low, row.low_sums = part[0].data_ptr(), pointer_to(part[1])
-            held = [*held, split]
+            held = [*held, split, scales]
             found = self._tables[portion] = addresses, table, held
         return found[1:]
 

@@ -9,9 +9,9 @@ import torch
 
 from ... import _pinned
 from ...errors import InvalidArgumentError
-from .._states import MOMENTS, Precision
+from .._states import LOW, MASTER, Precision
 from .._tensors import local
-from .slot import Slot, state_dtypes
+from .slot import Slot, elements_of, state_dtypes
 
 _KINDS = ("gradients", "weights", "moments", "masters")
 
@@ -47,7 +47,7 @@ def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, in
         found["gradients"] += elements * param.element_size()
         found["weights"] += elements * param.element_size()
         for name, dtype in state_dtypes(param, precision).items():
-            found[_kind(name)] += elements * dtype.itemsize
+            found[_kind(name)] += elements_of(name, elements) * dtype.itemsize
     return found
 
 
@@ -62,7 +62,8 @@ def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int,
     narrow = [
         ("moment_dtype=torch.bfloat16", precision._replace(moment_dtype=torch.bfloat16)),
         ("moment_dtype=torch.bfloat16 and master='split'", precision._replace(moment_dtype=torch.bfloat16, master="split")),
-    ][: 1 if has_tail else 2]
+        ("moment_dtype='int8' and master='split'", precision._replace(moment_dtype=torch.uint8, master="split")),
+    ][: 1 if has_tail else 3]
     for said, other in narrow if all(param.dtype is not torch.float16 for param in params) else ():
         size = sum(needed(params, other).values())
         if size < total and (size <= limit or other is narrow[-1][1]):
@@ -89,7 +90,7 @@ def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
 
 
 def _kind(name: str) -> str:
-    return "moments" if name in MOMENTS else "masters"
+    return "masters" if name in (MASTER, LOW) else "moments"
 
 
 def _size(size: int) -> str:

@@ -69,8 +69,8 @@ def offload(
     max_norm: float | None = None,
     process_group: Any = None,
     skip_nonfinite: bool = False,
-    moment_dtype: torch.dtype | None = None,
-    moment_rounding: str = "nearest",
+    moment_dtype: torch.dtype | str | None = None,
+    moment_rounding: str | None = None,
     rounding_seed: int = 0,
     master: str = "f32",
     host_memory: int | str | None = None,
@@ -97,8 +97,8 @@ def offload(
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
-        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
-        moment_rounding: "nearest", or "stochastic": up or down at random. Bfloat16 moments then do not stall where an update is below
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4. "int8": 1.06 bytes.
+        moment_rounding: "nearest", or "stochastic": up or down at random; None: at random for "int8". Narrow moments then do not stall where an update is below
             half a unit of their last place.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         master: "f32": a 16-bit parameter has a float32 master in its state. "split": the master of a bfloat16 parameter is the
@@ -202,6 +202,7 @@ class Offloaded(torch.optim.Optimizer):
         for said, beside, instead in (
             ("moment_rounding is 'stochastic'", precision.stochastic, "moment_rounding='nearest'"),
             ("master is 'split'", precision.master == "split", "master='f32'"),
+            ("moment_dtype is 'int8'", precision.coded, "moment_dtype='bf16'"),
         ):
             if beside and tail:
                 raise UnsupportedError(f"offload: {said}, and tail is {tail!r}, whose steps do not serve it; pass tail=0, or {instead}")
@@ -547,7 +548,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _log_bytes(self, live: Sequence[Slot]) -> float:
         """Bytes for the logs of steps before the verdict. A step that waits for it in `step()` needs none."""
-        if self._precision.master == "split" or not (self._waits_in_forward or any(map(self._overlaps, live))):
+        if not self._precision.recorded or not (self._waits_in_forward or any(map(self._overlaps, live))):
             return 0.0
         if self._host_memory is None:
             return math.inf
@@ -786,8 +787,8 @@ class Offloaded(torch.optim.Optimizer):
         try:
             head, rest = super().__repr__().split("\n", 1)
             told = {**{name: getattr(self, name) for name in names}, "tail": self._tail, "closed": self._closed}
-            dtype, is_random, seed, master = self._precision
-            told |= {"moment_dtype": dtype, "moment_rounding": "stochastic" if is_random else "", "rounding_seed": seed}
+            dtype, _, seed, master = self._precision
+            told |= {"moment_dtype": dtype, "moment_rounding": self._precision.rounding, "rounding_seed": seed}
             told |= {"master": "" if master == "f32" else master, "host_memory": self._host_memory}
         except Exception:
             return f"<{type(self).__name__} not constructed>"
@@ -835,6 +836,8 @@ def _check_group(group: dict[str, Any], precision: Precision) -> None:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
         if param.dtype is torch.float16 and precision.moment_dtype is torch.bfloat16:
             raise UnsupportedError(f"offload: a parameter is float16: {UNROUNDED}")
+        if precision.coded and isinstance(param, DTensor):
+            raise UnsupportedError("offload: a parameter is a DTensor, whose parts may begin within a block of codes; pass moment_dtype='bf16'")
         if param.dtype is torch.float16 and precision.master == "split":
             raise UnsupportedError("offload: a parameter is float16, and master='split' is for bfloat16; pass master='f32'")
         if param.is_meta:

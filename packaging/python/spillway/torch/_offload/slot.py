@@ -11,6 +11,8 @@ import torch
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._copies import link_to
+from .._codes import BLOCK as CODE_BLOCK
+from .._codes import CODED_MOMENTS, blocks_of, decoded, encoded, is_scales
 from .._low_bits import BLOCK, Note, first_note
 from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
@@ -34,12 +36,19 @@ def grow_versions(slots: Iterable[Slot]) -> None:
 def state_dtypes(param: torch.Tensor, precision: Precision) -> dict[str, torch.dtype]:
     """The tensors of the state of a parameter, without the step count, and their dtypes."""
     found = dict.fromkeys(MOMENTS, precision.moment_dtype or torch.float32)
+    if precision.coded:
+        found = {key: torch.bfloat16 if is_scales(key) else torch.uint8 for key in CODED_MOMENTS}
     return found if param.dtype is torch.float32 else {**found, **dict([precision.master_state])}
 
 
+def elements_of(name: str, elements: int) -> int:
+    """Elements of a tensor of the state of a parameter that has `elements`."""
+    return blocks_of(elements) if is_scales(name) else elements
+
+
 class Slot:
-    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments in float32 or bfloat16, and the
-    master in float32, or its low bits. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments in float32, bfloat16 or 8-bit
+    codes with scales, and the master in float32, or its low bits. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
 
     Attributes:
         precision: The dtype of the moments, and how they are rounded.
@@ -119,6 +128,8 @@ class Slot:
         state = self.new_state()
         if isinstance(given, dict) and LOW not in state:
             check_not_split(given, self.name)
+        if isinstance(given, dict):
+            given = (encoded if self.precision.coded else decoded)(given)
         try:
             if not is_count(given["step"]):
                 raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
@@ -127,11 +138,13 @@ class Slot:
             has_low = LOW in given and given[LOW].dtype is torch.int16
             for name in self._dtypes():
                 source = MASTER if name == LOW and not has_low else name
-                if name in MOMENTS or source in given:
+                if name not in (MASTER, LOW) or source in given:
                     value = given[source]
-                    if source != LOW and not value.is_floating_point():
+                    if name.endswith("_codes") and value.dtype is not torch.uint8:
+                        raise ValueError(f"{source} is {value.dtype}, and codes are torch.uint8")
+                    if source != LOW and value.dtype is not torch.uint8 and not value.is_floating_point():
                         raise ValueError(f"{source} is {value.dtype}, and no tensor of floating point numbers")
-                    if value.shape != self.param.shape:
+                    if value.shape != self._shape(name, self.param.shape):
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
                     if apart(self.param, value):
                         raise ValueError(f"{name} is not placed as the parameter is; load a state dict of this mesh, or by torch's DCP")
@@ -143,7 +156,8 @@ class Slot:
 
     def state_bytes(self) -> int:
         """Bytes of the moments and the master."""
-        return sum(dtype.itemsize for dtype in self._dtypes().values()) * local(self.param).numel()
+        elements = local(self.param).numel()
+        return sum(dtype.itemsize * elements_of(name, elements) for name, dtype in self._dtypes().items())
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         return state_dtypes(self.param, self.precision)
@@ -165,11 +179,12 @@ class Slot:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
             fits = fits and part.dtype is self._dtypes()[name] and part.is_contiguous() and has_memory(part)
-            fits = fits and part.shape == local(self.param).shape
+            fits = fits and part.shape == self._shape(name, local(self.param).shape)
             # That of a parameter whose tail was made longer or shorter is still where it was.
             fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
             dtype = str(self._dtypes()[name]).removeprefix("torch.")
-            wanted = f"a contiguous {dtype} tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
+            shape = tuple(self._shape(name, self.param.shape))
+            wanted = f"a contiguous {dtype} tensor of shape {shape} in host memory, placed as the parameter is"
         wanted += ", made outside of torch.inference_mode"
         if not fits or part.is_inference():
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
@@ -187,9 +202,17 @@ class Slot:
             # A program may have written to it after a signal that interrupted the step; its values stay.
             is_written = self.then is not None and self.then != facts(own)
             self.weights = own.detach().clone() if is_written else plain(own.detach(), own.dtype)
+        first, second = (parts[name] for name in ("exp_avg_codes", "exp_avg_sq_codes")) if self.precision.coded else (
+            parts[name] for name in MOMENTS
+        )
         if MASTER in parts:
-            return parts[MASTER], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
-        return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
+            return parts[MASTER], self.grad, first, second, self.weights
+        return self.weights, self.grad, first, second
+
+    def scales(self, start: int) -> tuple[torch.Tensor, ...]:
+        """The scales of 8-bit moments from an element on, which begins a block; none without them."""
+        names = (name for name in CODED_MOMENTS if is_scales(name))
+        return tuple(self.parts[name][start // CODE_BLOCK :] for name in names) if self.precision.coded else ()
 
     def split(self, start: int) -> tuple[torch.Tensor, ...]:
         """The low bits of a split master from an element on, which begins a block, and the sums of their blocks; none without them."""
@@ -214,9 +237,13 @@ class Slot:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return self.link.memory(local(self.param).shape, dtype)
 
+    def _shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of a tensor of the state of a parameter of this shape."""
+        return torch.Size([blocks_of(shape.numel())]) if is_scales(name) else shape
+
     def _uninitialised(self, name: str) -> torch.Tensor:
-        dtype = self._dtypes()[name]
-        return torch.empty(local(self.param).shape, dtype=dtype, device=self._home) if self.stays else self._empty(dtype)
+        dtype, shape = self._dtypes()[name], self._shape(name, local(self.param).shape)
+        return torch.empty(shape, dtype=dtype, device=self._home) if self.stays else self.link.memory(shape, dtype)
 
     def _first(self, name: str) -> torch.Tensor:
         return like(self.param, self._uninitialised(name).fill_(math.nan if name == MASTER else 0.0))

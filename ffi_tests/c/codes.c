@@ -84,7 +84,8 @@ static void a_round_steps_codes(uint64_t n) {
     options.buckets = 1, options.undo_mode = SPW_UNDO_MODE_NONE;
     spw_spec *spec = NULL;
     CHECK_OK(spw_spec_open(&options, &spec));
-    const spw_adam_options adam = adam_options();
+    spw_adam_options adam = adam_options();
+    adam.step = 1;
     CHECK_OK(spw_spec_begin_adam(spec, &adam, 0.0));
     CHECK_OK(spw_spec_submit(spec, 0, &two.tensor, 1, NULL));
     spw_step_stats stats = step_stats();

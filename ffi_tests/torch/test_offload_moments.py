@@ -7,17 +7,22 @@ import torch
 
 import spillway.torch as own
 from spillway.errors import InvalidArgumentError, UnsupportedError
+from spillway.torch._codes import decoded, encoded
 
 BF16, F32 = torch.bfloat16, torch.float32
 NEAREST = {"moment_dtype": BF16}
 STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_seed": 5}
 SPLIT = {"master": "split"}
+CODES = {"moment_dtype": "int8", "moment_rounding": "nearest"}
 NARROW = {
     "nearest": NEAREST,
     "stochastic": STOCHASTIC,
     "split": SPLIT,
     "split nearest": SPLIT | NEAREST,
     "split random": SPLIT | STOCHASTIC,
+    "codes": CODES,
+    "codes random": {"moment_dtype": "int8", "rounding_seed": 5},
+    "split codes": SPLIT | CODES,
 }
 KINDS = pytest.mark.parametrize("kind", NARROW.values(), ids=NARROW)
 
@@ -63,7 +68,9 @@ def test_a_training_has_the_bits_of_adamw_with_these_moments(kind, dtype, big, o
     assert bool(big) is (mine._plan.engines[0].speculation.stats().redos > 0) or not overlap
     assert same(ends(ours, mine), ends(theirs, plain))
     state = mine.state[next(ours.parameters())]
-    assert state["exp_avg"].dtype is kind.get("moment_dtype", F32) and ("master_low" in state) is (dtype is BF16 and "master" in kind)
+    coded = kind.get("moment_dtype") == "int8"
+    assert state["exp_avg_codes" if coded else "exp_avg"].dtype is (torch.uint8 if coded else kind.get("moment_dtype", F32))
+    assert ("master_low" in state) is (dtype is BF16 and "master" in kind)
 
 
 @KINDS
@@ -134,6 +141,31 @@ def test_state_dicts_of_both_moments_load_into_each_other():
     assert same([state["exp_avg"] for state in other.state_dict()["state"].values()], widened)
 
 
+def test_codes_and_floats_load_into_each_other():
+    wide, narrow = model(), model()
+    from_f32, coded = own.offload(wide, torch.optim.AdamW, lr=1e-2), own.offload(narrow, torch.optim.AdamW, lr=1e-2, **CODES)
+    train(wide, from_f32, 2)
+    train(narrow, coded, 2)
+    other = own.offload(model(), torch.optim.AdamW, lr=1e-2)
+    other.load_state_dict(coded.state_dict())
+    for state, found in zip(coded.state_dict()["state"].values(), other.state_dict()["state"].values()):
+        assert "exp_avg" not in state and "exp_avg_codes" not in found
+        expected = decoded(state)
+        assert same([found["exp_avg"], found["exp_avg_sq"]], [expected["exp_avg"], expected["exp_avg_sq"]])
+    other = own.offload(model(), torch.optim.AdamW, lr=1e-2, **CODES)
+    other.load_state_dict(from_f32.state_dict())
+    for state, found in zip(from_f32.state_dict()["state"].values(), other.state_dict()["state"].values()):
+        expected = encoded({name: state[name] for name in ("exp_avg", "exp_avg_sq")})
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    damaged = coded.state_dict()
+    damaged["state"][0]["exp_avg_codes"] = damaged["state"][0]["exp_avg_codes"].float()
+    with pytest.raises(InvalidArgumentError, match="exp_avg_codes is torch.float32.*nothing was loaded"):
+        other.load_state_dict(damaged)
+    del damaged["state"][0]["exp_avg_codes"]
+    with pytest.raises(InvalidArgumentError, match="no 'exp_avg_codes'"):
+        other.load_state_dict(damaged)
+
+
 def test_a_moment_of_another_dtype_is_named_before_anything_is_stepped():
     ours = model()
     mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, **NEAREST)
@@ -152,9 +184,11 @@ def test_what_is_not_served_is_refused_by_name():
         own.offload(model(torch.float16), torch.optim.AdamW, **NEAREST)
     with pytest.raises(UnsupportedError, match="'stochastic'.*tail is 1.*tail=0"):
         own.offload(model(), torch.optim.AdamW, tail=1, **STOCHASTIC)
+    with pytest.raises(UnsupportedError, match="'int8'.*tail is 1.*tail=0"):
+        own.offload(model(), torch.optim.AdamW, tail=1, **CODES)
     with pytest.raises(InvalidArgumentError, match="moment_dtype is torch.float64"):
         own.offload(model(), torch.optim.AdamW, moment_dtype=torch.float64)
-    with pytest.raises(InvalidArgumentError, match="moment_rounding.*moment_dtype=torch.bfloat16"):
+    with pytest.raises(InvalidArgumentError, match='moment_rounding.*moment_dtype="bf16"'):
         own.offload(model(), torch.optim.AdamW, moment_rounding="stochastic")
 
 

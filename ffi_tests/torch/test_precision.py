@@ -228,7 +228,7 @@ def test_parameters_with_and_without_masters_in_any_order():
     [
         (lambda p: own.AdamW(p, moment_dtype=torch.float64), "moment_dtype is torch.float64"),
         (lambda p: own.AdamW(p, moment_rounding="up"), "moment_rounding is 'up'"),
-        (lambda p: own.AdamW(p, moment_rounding="stochastic"), "with moment_dtype=torch.bfloat16"),
+        (lambda p: own.AdamW(p, moment_rounding="stochastic"), 'with moment_dtype="bf16"'),
         (lambda p: own.Lion(p, **STOCHASTIC), "is for Adam and AdamW"),
         (lambda p: own.AdamW(p, rounding_seed=-1, **STOCHASTIC), "rounding_seed is -1"),
         (lambda p: own.AdamW(p, master="bf16"), "master is 'bf16'"),

@@ -56,7 +56,11 @@ def decoded(state: dict[str, Any]) -> dict[str, Any]:
         codes, scales = state.get(f"{name}_codes"), state.get(f"{name}_scales")
         if codes is None and scales is None:
             continue
-        _check(name, codes, scales)
+        if not isinstance(codes, torch.Tensor) or not isinstance(scales, torch.Tensor) or not _fit(codes, scales):
+            raise InvalidArgumentError(
+                f"{name}_codes and {name}_scales are no 8-bit moment: uint8 codes, and a bfloat16 scale for each {BLOCK} of them; load the "
+                "state dict that this package has saved"
+            )
         codes, scales = codes.detach().cpu().contiguous(), scales.detach().cpu().contiguous()
         values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
         _native.call("spw_codes_read", moment, codes.data_ptr(), scales.data_ptr(), codes.numel(), values.data_ptr())
@@ -81,11 +85,6 @@ def encoded(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check(name: str, codes: Any, scales: Any) -> None:
-    fits = isinstance(codes, torch.Tensor) and codes.dtype is torch.uint8
-    fits = fits and isinstance(scales, torch.Tensor) and scales.dtype is torch.bfloat16 and scales.dim() == 1
-    if not fits or scales.numel() != blocks_of(codes.numel()):
-        raise InvalidArgumentError(
-            f"{name}_codes and {name}_scales are no 8-bit moment: uint8 codes, and a bfloat16 scale for each {BLOCK} of them; load the "
-            "state dict that this package has saved"
-        )
+def _fit(codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """True if these are the codes and the scales of one moment."""
+    return codes.dtype is torch.uint8 and scales.dtype is torch.bfloat16 and scales.shape == (blocks_of(codes.numel()),)

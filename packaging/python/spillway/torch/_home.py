@@ -26,9 +26,9 @@ from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._codes import blocks_of, is_scales
 from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
 from ._norm import part_of
-from ._codes import blocks_of, is_scales
 from ._states import LOW, MASTER, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (

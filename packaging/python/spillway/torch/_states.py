@@ -44,12 +44,7 @@ class Precision(NamedTuple):
 
     @staticmethod
     def of(
-        name: str,
-        adam: bool,
-        moment_dtype: torch.dtype | str | None,
-        moment_rounding: str | None,
-        rounding_seed: int,
-        master: str | None,
+        name: str, adam: bool, moment_dtype: torch.dtype | str | None, moment_rounding: str | None, rounding_seed: int, master: str | None
     ) -> Precision:
         """Checks the arguments of an optimizer's class."""
         told, moment_dtype = moment_dtype, MOMENT_DTYPES.get(moment_dtype) if isinstance(moment_dtype, str) else moment_dtype
@@ -65,9 +60,7 @@ class Precision(NamedTuple):
         # To the nearest, an 8-bit second moment stands still until a square is 30 times as large.
         stochastic = coded if moment_rounding is None else moment_rounding == "stochastic"
         if stochastic and (moment_dtype not in (torch.bfloat16, torch.uint8) or not adam):
-            raise InvalidArgumentError(
-                f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype="bf16" or "int8"'
-            )
+            raise InvalidArgumentError(f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype="bf16" or "int8"')
         if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, Integral) or not 0 <= rounding_seed < 2**64:
             raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a whole number from 0 to 2**64 - 1")
         if master not in (None, *_MASTERS):

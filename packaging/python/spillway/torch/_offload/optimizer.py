@@ -98,8 +98,8 @@ def offload(
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4. "int8": 1.06 bytes.
-        moment_rounding: "nearest", or "stochastic": up or down at random; None: at random for "int8". Narrow moments then do not stall where an update is below
-            half a unit of their last place.
+        moment_rounding: "nearest", or "stochastic": up or down at random; None: at random for "int8". Narrow moments then do not stall
+            where an update is below half a unit of their last place.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         master: "f32": a 16-bit parameter has a float32 master in its state. "split": the master of a bfloat16 parameter is the
             parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward,
@@ -837,7 +837,9 @@ def _check_group(group: dict[str, Any], precision: Precision) -> None:
         if param.dtype is torch.float16 and precision.moment_dtype is torch.bfloat16:
             raise UnsupportedError(f"offload: a parameter is float16: {UNROUNDED}")
         if precision.coded and isinstance(param, DTensor):
-            raise UnsupportedError("offload: a parameter is a DTensor, whose parts may begin within a block of codes; pass moment_dtype='bf16'")
+            raise UnsupportedError(
+                "offload: a parameter is a DTensor, whose parts may begin within a block of codes; pass moment_dtype='bf16'"
+            )
         if param.dtype is torch.float16 and precision.master == "split":
             raise UnsupportedError("offload: a parameter is float16, and master='split' is for bfloat16; pass master='f32'")
         if param.is_meta:

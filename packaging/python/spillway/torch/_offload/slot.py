@@ -10,9 +10,9 @@ import torch
 
 from ..._written import facts
 from ...errors import InvalidArgumentError
-from .._copies import link_to
 from .._codes import BLOCK as CODE_BLOCK
 from .._codes import CODED_MOMENTS, blocks_of, decoded, encoded, is_scales
+from .._copies import link_to
 from .._low_bits import BLOCK, Note, first_note
 from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
@@ -47,8 +47,9 @@ def elements_of(name: str, elements: int) -> int:
 
 
 class Slot:
-    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments in float32, bfloat16 or 8-bit
-    codes with scales, and the master in float32, or its low bits. Of a DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments in float32, bfloat16 or codes
+    with scales, and the master in float32, or its low bits. Of a DTensor it is the part that this process holds; its state has DTensors
+    that are placed alike.
 
     Attributes:
         precision: The dtype of the moments, and how they are rounded.
@@ -202,9 +203,7 @@ class Slot:
             # A program may have written to it after a signal that interrupted the step; its values stay.
             is_written = self.then is not None and self.then != facts(own)
             self.weights = own.detach().clone() if is_written else plain(own.detach(), own.dtype)
-        first, second = (parts[name] for name in ("exp_avg_codes", "exp_avg_sq_codes")) if self.precision.coded else (
-            parts[name] for name in MOMENTS
-        )
+        first, second = (parts[name] for name in (CODED_MOMENTS[:2] if self.precision.coded else MOMENTS))
         if MASTER in parts:
             return parts[MASTER], self.grad, first, second, self.weights
         return self.weights, self.grad, first, second

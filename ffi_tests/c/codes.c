@@ -116,7 +116,7 @@ static void wrong_uses_are_refused(void) {
     INVALID(step(0, 1, &tensor, NULL), "tensors[0].exp_avg_scale: address");
     tensor = good, tensor.exp_avg_scale = coded.scales[1];
     INVALID(step(0, 1, &tensor, NULL), "overlaps tensors[0].");
-    tensor = good, tensor.state_dtype = SPW_DTYPE_F32;
+    tensor = plain.tensor, tensor.exp_avg_scale = coded.scales[0];
     INVALID(step(0, 1, &tensor, NULL), "tensors[0].exp_avg_scale: or exp_avg_sq_scale is set");
     tensor = good, tensor.shadow_param = plain.spans[1];
     INVALID(step(0, 1, &tensor, NULL), "tensors[0].");

@@ -24,49 +24,17 @@
 //! every rule, type combination and instruction set has 8-bit moments, with the bits of a step of the decoded moments.
 
 use super::chunk_loop::CHUNK;
+use super::coded::{BLOCK, Codes, Moment};
 use super::dispatch::Kernel;
 use super::float_mode::IeeeMode;
 use super::squares::{self, TILE};
 use super::stochastic::RandomBits;
 use super::tensor::Tensor;
 use super::vector::{Body, Vector};
-use crate::dtype::{FloatsMut, bf16};
+use crate::dtype::FloatsMut;
 use crate::error::Result;
 
-/// Elements of a block, which have one scale.
-pub const BLOCK: usize = 32;
-
-/// An 8-bit moment: codes, and a scale for each block of them.
-#[derive(Debug)]
-pub struct Codes<'a> {
-    /// One for each element.
-    pub codes: &'a mut [u8],
-    /// One for each block; the last block may have fewer elements.
-    pub scales: &'a mut [bf16],
-}
-
-/// Which of the two moments codes stand for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
-    /// exp_avg, which has a sign.
-    First,
-    /// exp_avg_sq, which has none.
-    Second,
-}
-
-impl<'a> Codes<'a> {
-    /// The first `mid` elements and the rest. `mid` is a multiple of [`BLOCK`].
-    pub(super) fn split_at(self, mid: usize) -> (Codes<'a>, Codes<'a>) {
-        let (codes, codes_rest) = self.codes.split_at_mut(mid);
-        let (scales, scales_rest) = self.scales.split_at_mut(mid / BLOCK);
-        (Codes { codes, scales }, Codes { codes: codes_rest, scales: scales_rest })
-    }
-
-    /// The same codes with a shorter lifetime.
-    pub(super) fn reborrow(&mut self) -> Codes<'_> {
-        Codes { codes: self.codes, scales: self.scales }
-    }
-
+impl Codes<'_> {
     /// Writes the values of all codes. Panics if `to` or the scales have another length than the codes need.
     pub fn decode(&self, kernel: Kernel, moment: Moment, to: &mut [f32]) {
         self.check(to.len());
@@ -282,8 +250,8 @@ unsafe fn encode_tile<V: Vector, const FIRST: bool>(
     unsafe {
         let (mut last, mut last_codes) = ([0.0; BLOCK], [0; BLOCK]);
         std::ptr::copy_nonoverlapping(from.add(whole * BLOCK), last.as_mut_ptr(), rest);
-        for block in 0..whole {
-            scale[block] = largest_of::<V, FIRST>(from.add(block * BLOCK));
+        for (block, largest) in scale[..whole].iter_mut().enumerate() {
+            *largest = largest_of::<V, FIRST>(from.add(block * BLOCK));
         }
         if rest > 0 {
             scale[whole] = largest_of::<V, FIRST>(last.as_ptr());
@@ -291,8 +259,8 @@ unsafe fn encode_tile<V: Vector, const FIRST: bool>(
         for (scale, factor) in scale.iter_mut().zip(&mut factor) {
             (*scale, *factor) = scale_of::<FIRST>(*scale);
         }
-        for block in 0..n.div_ceil(BLOCK) {
-            scales.add(block).write((scale[block] >> 16) as u16);
+        for (block, scale) in scale[..n.div_ceil(BLOCK)].iter().enumerate() {
+            scales.add(block).write((scale >> 16) as u16);
         }
         for block in 0..whole {
             let at = block * BLOCK;

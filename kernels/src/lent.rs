@@ -5,7 +5,7 @@
 
 use std::ffi::c_void;
 
-use super::codes::{BLOCK, Codes};
+use super::coded::{BLOCK, Codes};
 use super::squares::TILE;
 use super::tensor::{States, Tensor};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};

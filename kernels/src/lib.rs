@@ -11,7 +11,7 @@
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `split` | the step of a bf16 parameter with a split f32 master |
-//! | `codes` | 8-bit moments: decoded before a step of a tile, encoded after it |
+//! | `coded`, `codes` | 8-bit moments in memory; they are decoded before a step of a tile, encoded after it |
 //! | `word_sum` | the sums that tell such a step whether other code has written to the parameter |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `take` | takes what other code has written to the 16-bit copy of a parameter into the parameter |
@@ -27,6 +27,7 @@
 mod accumulate;
 mod chunk;
 mod chunk_loop;
+mod coded;
 mod codes;
 mod dispatch;
 pub mod dtype;
@@ -63,7 +64,7 @@ mod sve;
 pub use accumulate::accumulate;
 pub use chunk::Optimizer;
 pub use chunk_loop::CHUNK;
-pub use codes::{BLOCK, Codes, Moment};
+pub use coded::{BLOCK, Codes, Moment};
 pub use dispatch::Kernel;
 pub use element::{Dtypes, supported};
 pub use error::{Error, Result};

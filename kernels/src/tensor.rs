@@ -1,7 +1,7 @@
 //! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
 use super::chunk_loop::CHUNK;
-use super::codes::{BLOCK, Codes};
+use super::coded::{BLOCK, Codes};
 use super::element::{Dtypes, supported, supports_split};
 use super::log::{LINE, log_bytes};
 use super::rules::Arithmetic;

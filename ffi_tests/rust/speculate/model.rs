@@ -114,6 +114,8 @@ impl Tensor {
             shadow_exp_avg_sq: shadow(2, &mut self.shadow),
             param_low: ptr::null_mut(),
             low_sums: ptr::null_mut(),
+            exp_avg_scale: ptr::null_mut(),
+            exp_avg_sq_scale: ptr::null_mut(),
         }
     }
 

@@ -3,9 +3,8 @@
 use std::ffi::c_void;
 
 use super::call::{rule_of, spw_ds_adam_call};
-use crate::capi::optim::codes::no_steps_of_codes;
 use crate::capi::optim::table;
-use crate::capi::optim::tensor::{at, no_split_masters, spw_tensor};
+use crate::capi::optim::tensor::{at, no_split_masters, no_steps_of_codes, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::undo::spw_undo;
 use crate::optim::deepspeed::{ADAM, AdamState};

@@ -4,8 +4,7 @@
 
 use std::ffi::c_void;
 
-use super::codes::bytes_of_scales;
-use super::tensor::{at, bytes_of_sums, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
+use super::tensor::{at, bytes_of_scales, bytes_of_sums, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
 use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;

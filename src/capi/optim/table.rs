@@ -3,9 +3,8 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use super::codes::no_codes;
 use super::overlap;
-use super::tensor::{self, at, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
+use super::tensor::{self, at, no_codes, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
 use crate::capi::abi_struct::AbiStruct;
 use crate::capi::prelude::*;
 use crate::kernel::{LentTensor, Optimizer};

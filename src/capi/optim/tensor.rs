@@ -2,11 +2,10 @@
 
 use std::ffi::c_void;
 
-use super::codes::{CODES, check_scales, moments_of, no_codes};
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::kernel::squares::TILE;
-use crate::kernel::{States, Tensor};
+use crate::kernel::{BLOCK, Codes, States, Tensor};
 use crate::optim::StepStats;
 
 /// Element type of a span (a contiguous array). Passed as `uint32_t`.
@@ -316,6 +315,97 @@ pub(super) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u6
     }
     // SAFETY: not NULL, aligned, and words that fit the address space; the caller lends them to us alone.
     Ok(Some(unsafe { std::slice::from_raw_parts_mut(address, (bytes / 8) as usize) }))
+}
+
+/// The state_dtype of tensors with 8-bit moments.
+const CODES: u32 = spw_dtype::SPW_DTYPE_CODES as u32;
+
+/// Bytes of the scales of `n` codes.
+pub(super) fn bytes_of_scales(n: u64) -> u64 {
+    n.div_ceil(BLOCK as u64) * 2
+}
+
+/// The 8-bit moments of a tensor, `[exp_avg, exp_avg_sq]`.
+///
+/// # Safety
+/// The caller lends the spans for `'a`. They do not overlap.
+unsafe fn moments_of<'a>(raw: &spw_tensor) -> Result<[Option<Codes<'a>>; 2]> {
+    let names = [["exp_avg", "exp_avg_scale"], ["exp_avg_sq", "exp_avg_sq_scale"]];
+    let spans = [(raw.exp_avg, raw.exp_avg_scale), (raw.exp_avg_sq, raw.exp_avg_sq_scale)];
+    let mut moments = [None, None];
+    for ((moment, (codes, scales)), names) in moments.iter_mut().zip(spans).zip(names) {
+        if !codes.is_null() || !scales.is_null() {
+            // SAFETY: the caller lends the spans.
+            *moment = Some(unsafe { codes_of(codes, scales, raw.n, names)? });
+        }
+    }
+    Ok(moments)
+}
+
+/// # Safety
+/// The caller lends `n` codes and their scales for `'a`.
+pub(super) unsafe fn codes_of<'a>(
+    codes: *mut c_void,
+    scales: *mut c_void,
+    n: u64,
+    names: [&'static str; 2],
+) -> Result<Codes<'a>> {
+    let [codes_name, scales_name] = names;
+    for (name, span, bytes) in [(codes_name, codes, n), (scales_name, scales, bytes_of_scales(n))] {
+        if span.is_null() {
+            return Err(Error::invalid(name, "is NULL"));
+        }
+        if span.addr() as u128 + u128::from(bytes) > ADDRESS_SPACE {
+            return Err(Error::invalid(
+                name,
+                format!("{bytes} bytes from {span:p} exceed the address space"),
+            ));
+        }
+    }
+    if !scales.addr().is_multiple_of(2) {
+        return Err(Error::invalid(
+            scales_name,
+            format!("address {scales:p} is not aligned to 2 bytes (bf16)"),
+        ));
+    }
+    // SAFETY: not NULL, aligned, within the address space; the caller lends them.
+    unsafe {
+        Ok(Codes {
+            codes: std::slice::from_raw_parts_mut(codes.cast(), n as usize),
+            scales: std::slice::from_raw_parts_mut(scales.cast(), (bytes_of_scales(n) / 2) as usize),
+        })
+    }
+}
+
+/// True if the tensor has 8-bit moments, or scales of them.
+fn has_codes(raw: &spw_tensor) -> bool {
+    raw.state_dtype == CODES || !(raw.exp_avg_scale.is_null() && raw.exp_avg_sq_scale.is_null())
+}
+
+/// Rejects 8-bit moments, for calls that do not step them.
+pub(in crate::capi) fn no_codes(tensors: &[spw_tensor]) -> Result<()> {
+    match tensors.iter().position(|raw| raw.n > 0 && has_codes(raw)) {
+        None => Ok(()),
+        Some(index) => Err(at(index, no_steps_of_codes())),
+    }
+}
+
+/// The error for a tensor with 8-bit moments in a call that does not step them.
+pub(in crate::capi) fn no_steps_of_codes() -> Error {
+    let reason = "state_dtype is SPW_DTYPE_CODES, or a scale is set, but this call does not step 8-bit moments; pass moments \
+                  of f32 or bf16";
+    Error::Unsupported(reason.to_string())
+}
+
+/// Rejects scales without SPW_DTYPE_CODES.
+fn check_scales(raw: &spw_tensor) -> Result<()> {
+    match raw.state_dtype != CODES && has_codes(raw) {
+        true => Err(Error::invalid(
+            "exp_avg_scale",
+            "or exp_avg_sq_scale is set, but state_dtype is not SPW_DTYPE_CODES",
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Rejects shadow spans, for calls that keep their own states.

@@ -156,7 +156,7 @@ def test_a_tail_is_taken_where_it_saves_seconds(run_forked):
 import train, superoffload
 train.become_single_rank()
 import deepspeed, spillway, torch
-import spillway.deepspeed._superoffload_tail as module
+import spillway._tail_search as module
 superoffload.allow_the_cpu()
 real = module.TailSearch
 
@@ -183,7 +183,7 @@ for _ in range(30):
     engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
 tail = engine.optimizer._spillway_window.tail
-print(tail._search.done, len(tail.members), tail.members)
+print(tail.asked.search.done, len(tail.members), tail.members)
 engine.destroy()
 """,
         HERE,
@@ -273,7 +273,7 @@ def test_a_completion_that_an_interrupt_ends_anywhere_is_completed_by_the_next_c
         TRAINING
         + f"TAIL = {tail}\n"
         + """
-OWN = ("_superoffload.py", "_superoffload_tail.py", "_rounds.py", "speculate.py", "_after_events.py", "_native_handle.py")
+OWN = ("_superoffload.py", "_superoffload_tail.py", "_rounds.py", "speculate.py", "round.py", "_native_handle.py")
 
 
 def interrupted_at(line, call):

@@ -80,7 +80,7 @@ def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
             super().step(timed, buckets, most)
             seen.append(self.tail)
 
-    monkeypatch.setattr("spillway.torch._offload.optimizer.TailSearch", Search)
+    monkeypatch.setattr("spillway._tail_search.TailSearch", Search)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(50)) for _ in range(8)])
     optimizer = offload(model, lr=0.1, bucket_bytes=1, tail="auto", verdict=verdict)
     for _ in range(30):
@@ -90,5 +90,5 @@ def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
         optimizer.zero_grad()
     optimizer.settle()
     stays = [slot.stays for slot in optimizer._slots.values()]
-    assert optimizer._search.done and optimizer.tail >= 6 and stays == [True] * optimizer.tail + [False] * (8 - optimizer.tail), seen
+    assert optimizer._tail.search.done and optimizer.tail >= 6 and stays == [True] * optimizer.tail + [False] * (8 - optimizer.tail), seen
     assert room(optimizer._plan) == 8

@@ -39,7 +39,7 @@ class Counted:
         prepare, verdict = _tier_step.Beside.prepare, spillway.swap.SwapUpdate.verdict
 
         def prepared(this, rows):
-            self.during.append(len(this._submitted))
+            self.during.append(len(this.submitted))
             prepare(this, rows)
 
         def given(this, name, *arguments):
@@ -226,6 +226,30 @@ def test_edited_gradients_are_stepped_and_after_two_of_them_subgroups_wait(monke
 
     assert run(8, tier=options(), overlap=True, each=each) == run(8, master="f32", each=each)
     assert [bool(during) for during in counted.during] == [True, True, False, False, False, True, True, True]
+
+
+def test_what_is_left_of_a_step_waits_after_a_use_of_the_states_in_backward(monkeypatch):
+    counted = Counted(monkeypatch)
+
+    def train(**given):
+        model = net()
+        optimizer = own.AdamW(model.parameters(), lr=1e-2, **given)
+
+        def used(_):
+            if step == 2:
+                optimizer.master(model[0].weight)
+
+        model[2].weight.register_hook(used)
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = values(optimizer, list(model.parameters()))
+        optimizer.close()
+        return found
+
+    assert train(tier=options(), overlap=True) == train(master="f32")
+    assert [bool(during) for during in counted.during] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -44,6 +44,15 @@ def put_numbers(options: Any, group: Mapping[str, Any], of: str, names: Iterable
         ) from None
 
 
+def but_factor(options: Any) -> bytes:
+    """What two steps have in common that differ in the factor of the gradients. The fields of rounding, which are each piece's own, are the
+    last ones of a C struct of options."""
+    kind: Any = type(options)
+    own = kind.from_buffer_copy(options)
+    own.grad_scale = 0.0
+    return bytes(own)[: kind.rounding.offset if hasattr(kind, "rounding") else None]
+
+
 class Rule(NamedTuple):
     """An optimizer's rule: what its class brings to a step."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 #: Steps of which the exposed seconds of a tail are the median.
@@ -38,32 +39,6 @@ def room(buckets: int, state_bytes: int, kept_bytes: int, unused_bytes: int) -> 
     return int((kept_bytes + unused_bytes / 2) * buckets / state_bytes)
 
 
-class Timed:
-    """The seconds that a program waits for a step.
-
-    Args:
-        overlaps: The step began during backward.
-        started: When its first bucket was on the host; None if all buckets stay on the device.
-
-    Attributes:
-        backward: Seconds from that moment to step(); 0 if there is none.
-        seconds: What the program has waited."""
-
-    def __init__(self, overlaps: bool, started: float | None):
-        self._since: float | None = time.perf_counter()
-        self.overlaps, self.backward = overlaps, 0.0 if started is None else self._since - started
-        self.seconds = 0.0
-
-    def pause(self) -> None:
-        """The program does not wait from now on."""
-        if self._since is not None:
-            self.seconds, self._since = self.seconds + time.perf_counter() - self._since, None
-
-    def resume(self) -> None:
-        """The program waits again."""
-        self._since = self._since or time.perf_counter()
-
-
 class TailSearch:
     """Finds the shortest tail whose exposed seconds are not worse than those of any other that was tried.
 
@@ -77,7 +52,7 @@ class TailSearch:
         self._seen: list[float] = []
         self._waited, self._backward = math.inf, 0.0
 
-    def step(self, timed: Timed, buckets: int, most: int) -> None:
+    def step(self, timed: Any, buckets: int, most: int) -> None:
         """Takes the seconds of a step.
 
         Args:
@@ -106,3 +81,49 @@ class TailSearch:
         tries = [min(longer, most)] if self._costs[best] > worth else []
         self.tail = next((tail for tail in (*tries, shorter) if tail not in self._costs), best)
         self.done = self.tail == best
+
+
+class AskedTail:
+    """A tail that a program has asked for, as `is_tail` has it, and the seconds that it waits for a step, which correct "auto".
+
+    Attributes:
+        search: Corrects the tail; None: it is fixed.
+        overlaps: The step began during backward.
+        backward: Seconds from the moment when its first bucket was on the host to step(); 0 if there is none.
+        seconds: What the program has waited."""
+
+    overlaps, backward, seconds = False, 0.0, 0.0
+
+    def __init__(self, asked: int | str):
+        self.search = TailSearch() if asked == "auto" else None
+        self._fixed, self._is_timed, self._since = asked if isinstance(asked, int) else 0, False, 0.0
+
+    @property
+    def buckets(self) -> int:
+        """The buckets of the tail at the next step."""
+        return self._fixed if self.search is None else self.search.tail
+
+    def start(self, begun: Callable[[], tuple[bool, float | None]]) -> None:
+        """The program waits for a step from now on, if its seconds are of use. `begun` returns whether the step began during backward, and
+        when its first bucket was on the host; None: all buckets stay on the device."""
+        self._is_timed = self.search is not None and not self.search.done
+        if self._is_timed:
+            self.overlaps, started = begun()
+            self.seconds, self._since = 0.0, time.perf_counter()
+            self.backward = 0.0 if started is None else self._since - started
+
+    def pause(self) -> None:
+        """The program does not wait from now on."""
+        if self._since:
+            self.seconds, self._since = self.seconds + time.perf_counter() - self._since, 0.0
+
+    def resume(self) -> None:
+        """The program waits again."""
+        self._since = self._since or time.perf_counter()
+
+    def stop(self, stands: bool, buckets: int, most: Callable[[], int]) -> None:
+        """The step is over. `stands`: nothing was repeated or skipped. `buckets`, `most`: as for TailSearch."""
+        self.pause()
+        if self.search is not None and self._is_timed and stands:
+            self.search.step(self, buckets, most())
+        self._is_timed = False

@@ -140,6 +140,12 @@ class Comparison:
         return bool(self.places())
 
 
+def changed(pairs: Iterable[tuple[Any, Any]]) -> Comparison:
+    """Compares tensors with their sums of before."""
+    tensors, before = [*zip(*pairs)] or [(), ()]
+    return Comparison(sums(tensors), before)
+
+
 def _device_sum(memory: Any) -> Any:
     """The sum of bytes of a device, in one operation on the widest words that fit."""
     import torch

@@ -25,8 +25,7 @@ from . import _abi, _files, _ranks, _values
 from ._commit import Commit
 from ._snapshot import Exported, Snapshot, part_name, processes_of
 from .errors import CorruptError, InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
-from .optim import Adam
-from .swap import Swap, SwapUpdate
+from .swap import Swap
 from .tier import Tier, TierPath
 
 _log = logging.getLogger("spillway")
@@ -389,22 +388,6 @@ class Tiered:
         self.check()
         self.changed = True
         self.changes_made += 1
-
-    def early(self) -> SwapUpdate:
-        """The update of a step that runs during backward, and can be rolled back: the open one, or a new one. The library fetches its
-        subgroups, and every part that is submitted has options of its own."""
-        update = self.swap._update
-        if update is not None and update._is_open():
-            return update
-        return self.swap.begin(Adam(lr=0.0), speculative=True, restore=False)
-
-    def take_back(self) -> None:
-        """Ends an open update. Without a verdict its steps are rolled back, and the states are those before the step."""
-        update = self.swap._update
-        if update is not None and update._is_open():
-            if update._verdict is None:
-                update.verdict("skip")
-            update.finish()
 
     def room(self, facts: dict[str, Any]) -> int:
         """Bytes that the payload of a commit with these facts may have."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 import warnings
 import weakref
 from typing import Any
 
 from .. import _abi, _arrays, _log, _native, topo
-from .._after_events import AfterEvents
+from .._early.round import Round
+from .._groups import but_factor
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
@@ -36,11 +36,10 @@ class SuperOffloadCPUOptimizer:
 
     Attributes:
         settings: The `superoffload` object of the engine's `spillway` block.
-        started: When the first step of the open or the last round began, by time.perf_counter(); None before.
+        round: The sub-groups that were submitted in the open or the last round.
         tail: The sub-groups on the device; None before the first gradient.
         before_close: A weak reference to what close() calls first."""
 
-    started: float | None = None
     tail: Any = None
     before_close: Any = None
 
@@ -59,10 +58,10 @@ class SuperOffloadCPUOptimizer:
         self._powers: Any = None
         self._engine: Any = None
         self._closed, self._open = False, False
-        self._calls, self._hosts, self._submitted = {}, [], set()
+        self._calls, self._hosts = {}, []
+        self.round: Round[int] = Round()
         # The status of the library's call with the verdict.
         self._given = []
-        self._starting = AfterEvents()
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.
@@ -81,9 +80,8 @@ class SuperOffloadCPUOptimizer:
         self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
         self._optimizer_id, self._calls, self._hosts, self._scale = optimizer_id, dict(calls), hosts, _float(1.0 / loss_scale)
         self._found, self._after = self._powers.plan(optimizer_id, calls)
-        self._submitted.clear()
+        self.round.begin()
         self._given = []
-        self.started = None
         self._open = True
 
     @property
@@ -93,25 +91,23 @@ class SuperOffloadCPUOptimizer:
 
     def is_of(self, calls):
         """True if begin() got the same calls."""
-        return {group: bytes(call) for group, call in calls.items()} == {group: bytes(call) for group, call in self._calls.items()}
+        return calls.keys() == self._calls.keys() and all(but_factor(calls[group]) == but_factor(own) for group, own in self._calls.items())
 
     def has(self, sub_group):
         """True if a sub-group was submitted in the open round."""
-        return self._open and sub_group in self._submitted
+        return self._open and sub_group in self.round.submitted
 
     def missing(self):
         """Sub-groups that were not submitted in this round."""
-        return [sub_group for sub_group in self._hosts if sub_group not in self._submitted]
+        return [sub_group for sub_group in self._hosts if sub_group not in self.round.submitted]
 
     def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, param_copy=None, events=()):
         """Submits a sub-group, whose step starts after these events, at once if there are none. The step writes its weights in 16 bits to
         `param_copy`. Its memory must not be used until the verdict."""
-        self._submitted.add(sub_group)
         states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **({} if param_copy is None else {"param_copy": param_copy})}
-        self._starting.call(events, self._send, sub_group, param, grad, states)
+        self.round.submit(sub_group, events, self._send, sub_group, param, grad, states)
 
     def _send(self, sub_group, param, grad, states):
-        self.started = self.started or time.perf_counter()
         arrays = (param, grad, *states.values())
         tensor = _optimizer_ops.tensor(param, grad, **states)
         _restore(self._powers.id, self._found[sub_group])
@@ -129,7 +125,7 @@ class SuperOffloadCPUOptimizer:
         """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it. After an interrupt it is called
         again."""
         if self._given != [0]:
-            self._starting.wait()
+            self.round.wait()
             self._engine.local_result()
             self._given = []
             self._engine._resolve_as(self._given, "redo" if self.clips(factor) else "commit", factor)
@@ -153,7 +149,7 @@ class SuperOffloadCPUOptimizer:
         if self._open:
             # A bucket that failed ends the round too.
             self._open = False
-            self._starting.forget()
+            self.round.forget()
             self._engine.abort()
 
     def wait(self, sub_group):
@@ -176,7 +172,7 @@ class SuperOffloadCPUOptimizer:
         finally:
             self._closed = True
             self._retire()
-        self._starting.close()
+        self.round.close()
         if self.tail is not None:
             self.tail.close()
         # Unless another engine or the program has bound the workers since.
@@ -185,7 +181,7 @@ class SuperOffloadCPUOptimizer:
         self._bound = ()
 
     def _retire(self):
-        self._starting.forget()
+        self.round.forget()
         engine, self._engine, self._open = self._engine, None, False
         if engine is not None:
             _engines.discard(engine)

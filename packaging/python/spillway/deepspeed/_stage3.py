@@ -12,6 +12,7 @@ import weakref
 from typing import Any, Protocol
 
 from .. import _abi
+from .._early import arrivals
 from .._groups import put_numbers
 
 
@@ -80,7 +81,7 @@ def gradient_factor(stage3, total_norm):
     return ctypes.c_float(float(1.0 / combined)).value
 
 
-class Arrivals:
+class Arrivals(arrivals.Arrivals[int, int]):
     """The gradients that backward has completed since the last step, by sub-group.
 
     Args:
@@ -88,34 +89,21 @@ class Arrivals:
         sub_groups: Those of which arrivals are noted."""
 
     def __init__(self, stage3, sub_groups):
+        super().__init__({sub_group: with_data(stage3, stage3.fp16_groups[sub_group]) for sub_group in sub_groups})
         self._stage3 = weakref.proxy(stage3)
-        self._needed = {sub_group: with_data(stage3, stage3.fp16_groups[sub_group]) for sub_group in sub_groups}
-        self._arrived: dict[int, set[int]] = {}
-
-    def __bool__(self):
-        return bool(self._arrived)
 
     def sub_group(self, param):
         """The sub-group of a parameter."""
         index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
         return index
 
-    def add(self, params):
+    def complete(self, params):
         """Notes gradients. Returns the sub-groups of which one has come and none is missing, in their order."""
-        touched = set()
-        for param in params:
-            touched.add(sub_group := self.sub_group(param))
-            self._arrived.setdefault(sub_group, set()).add(self._stage3.get_param_id(param))
-        return [at for at in sorted(touched) if self._needed.get(at) and self._needed[at] <= self._arrived[at]]
+        return sorted(self.note(map(self._stage3.get_param_id, params)))
 
-    def remove(self, params):
+    def change(self, params):
         """Forgets gradients that are about to change."""
-        for param in params:
-            self._arrived.get(self.sub_group(param), set()).discard(self._stage3.get_param_id(param))
-
-    def clear(self):
-        """A step is over."""
-        self._arrived.clear()
+        self.difference_update(map(self._stage3.get_param_id, params))
 
 
 def with_data(stage3, params):

@@ -28,6 +28,7 @@ import json
 import threading
 import weakref
 
+from .._early.decision import Decision
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
@@ -89,11 +90,12 @@ class _Window:
             self._spans[group] = slice(start, start + elements)
             start += elements
         self._weights = _stage3.HostWeights(stage3)
+        self._decision = Decision()
         self.end()
 
     def end(self):
         """Resets the state after a step."""
-        self._waits, self._versions = self._reason is not None, {}
+        self._decision.waits, self._versions = self._reason is not None, {}
         self._arrivals.clear()
 
     def interrupt(self):
@@ -103,22 +105,22 @@ class _Window:
             self.complete()
             if self._arrivals:
                 self._rounds.abort()
-                self._waits = True
+                self._decision.waits = True
 
     def changing(self, stage3, params):
         """Called before gradients of these parameters change."""
         if any(self._rounds.has(self._arrivals.sub_group(param)) for param in params):
             self.interrupt()
-        self._arrivals.remove(params)
+        self._arrivals.change(params)
 
     def arrived(self, stage3, params):
         """Called when gradients of these parameters are complete; steps the sub-groups that are complete now."""
-        complete = self._arrivals.add(params)
+        complete = self._arrivals.complete(params)
         # Those that a reduction completes together are in the order of the layers.
         for sub_group in reversed(complete):
             self.tail.completed(sub_group)
         complete = [group for group in complete if group not in self.tail.members]
-        if self._waits or not complete:
+        if not (self._decision.steps_early and complete):
             return
         events = _stage3.copies()
         if not self._rounds.is_open:
@@ -156,7 +158,7 @@ class _Window:
         counts = {sub_group: int(_state(stage3, sub_group)["step"]) + 1 for sub_group in self._sub_groups}
         self._due = _Due(factor, self._versions, counts, gradients, self.tail.members)
         if self._later:
-            self.tail.pause_clock()
+            self.tail.asked.pause()
             _rounds.count("deferred")
         else:
             self.complete()
@@ -177,7 +179,7 @@ class _Window:
         import torch
 
         # The next forward may be one of an evaluation, whose tensors are of no use in training.
-        self.tail.resume_clock()
+        self.tail.asked.resume()
         with _inside(stage3), torch.inference_mode(False), torch.no_grad():
             try:
                 if self._rounds.is_open:
@@ -219,8 +221,13 @@ class _Window:
         _set_count(state, call.step)
 
     def start_clock(self, overlaps):
-        """The program waits for a step from now on."""
-        self.tail.start_clock(overlaps and not self._rounds.missing(), self._rounds.started)
+        """The program waits for a step from now on. `overlaps`: all steps on the host have begun in backward."""
+
+        def begun():
+            _stage3.wait_for_copies()
+            return overlaps and not self._rounds.missing(), self._rounds.round.started
+
+        self.tail.asked.start(begun)
 
     def ended_apart(self, stage3):
         """A step without speculation is over."""

@@ -13,7 +13,7 @@ from typing import Any
 from .. import _native
 from .._held_signals import HeldSignals
 from .._native_handle import record
-from .._tail_search import TailSearch, Timed, room
+from .._tail_search import AskedTail, room
 from ..gpu import Gpu
 from . import _optimizer_ops, _rounds, _stage3
 
@@ -32,6 +32,7 @@ class Tail:
 
     Attributes:
         members: The sub-groups of the tail, in the order of a step.
+        asked: How many they are at the next step.
 
     Raises:
         NoDeviceError: The device is none that the library steps on."""
@@ -40,9 +41,7 @@ class Tail:
         self.members: list[int] = []
         # In the order in which backward has completed them.
         self._order = dict.fromkeys(reversed(sub_groups))
-        self._search = TailSearch() if asked == "auto" else None
-        self._wanted = asked if isinstance(asked, int) else 0
-        self._timed: Timed | None = None
+        self.asked = AskedTail(asked)
         self._device: Any = None
         self._gpu: Any = None
         if asked:
@@ -101,7 +100,7 @@ class Tail:
 
     def resize(self) -> None:
         """Between two steps: chooses as many sub-groups as the next step is to have on the device. `place` moves them."""
-        wanted = min(self._wanted, self._most)
+        wanted = min(self.asked.buckets, self._most)
         if len(self.members) != wanted:
             self.members = sorted([*self._order][len(self._order) - wanted :])
 
@@ -111,31 +110,9 @@ class Tail:
 
     # How many they are.
 
-    def start_clock(self, overlaps: bool, started: float | None) -> None:
-        """The program waits for a step from now on. `overlaps`: all steps on the host have begun in backward, the first at `started`."""
-        if self._search is not None and not self._search.done:
-            _stage3.wait_for_copies()
-            self._timed = Timed(overlaps, started)
-
-    def pause_clock(self) -> None:
-        """The program does not wait from now on."""
-        if self._timed is not None:
-            self._timed.pause()
-
-    def resume_clock(self) -> None:
-        """The program waits again."""
-        if self._timed is not None:
-            self._timed.resume()
-
     def stop_clock(self, stage3: Any, clipped: bool) -> None:
         """A step is over: what the program has waited for it corrects the tail."""
-        if self._search is None or self._timed is None:
-            return
-        timed, self._timed = self._timed, None
-        timed.pause()
-        if not clipped:
-            self._search.step(timed, len(self._order), min(self._room(stage3), self._most))
-        self._wanted = self._search.tail
+        self.asked.stop(not clipped, len(self._order), lambda: min(self._room(stage3), self._most))
 
     def _room(self, stage3: Any) -> int:
         if self._gpu is None:

@@ -125,7 +125,7 @@ class TierSwapper:
         self.tiered.step(lambda: self._step(factor), self._most_steps)
         # A commit would end the fetches.
         if self.overlap is not None and not self.settings.resume:
-            self.tiered.early()
+            self.overlap.fetch()
 
     def _most_steps(self):
         return max(self.steps, default=0)
@@ -320,7 +320,7 @@ class TierSwapper:
 
         self.tiered.commit(prepared, wait)
         if self.overlap is not None:
-            self.tiered.early()
+            self.overlap.fetch()
 
     def _facts(self, steps, adam_state):
         held = _ranges.of(self._stage3)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._written import Comparison, facts, sums
+from .._written import changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
 from ._tensors import lasting, local, unused_bytes
@@ -219,12 +219,12 @@ class Taken(NamedTuple):
         grad: The tensor that the parameter had.
         memory: Where the library reads its values.
         facts: The facts of gradient and parameter at the time of the copy.
-        sums: The sum of the gradient at that time; None if no caller needs it."""
+        sum: The sum of the gradient at that time; None if no caller needs it."""
 
     grad: torch.Tensor
     memory: torch.Tensor
     facts: tuple[Any, ...]
-    sums: list[Any] | None
+    sum: Any
 
 
 class Gradients:
@@ -253,7 +253,7 @@ class Gradients:
         if is_copied(grad):
             memory = self._free(number, link, grad)
             link.out(memory, grad)
-        self.taken[number] = taken = Taken(param.grad, memory, _facts(param), sums([grad]) if marked else None)
+        self.taken[number] = taken = Taken(param.grad, memory, _facts(param), sums([grad])[0] if marked else None)
         return taken
 
     def _free(self, number: int, link: HostLink, grad: torch.Tensor) -> torch.Tensor:
@@ -265,9 +265,9 @@ class Gradients:
 
     def _is_now(self, param: torch.Tensor, taken: Taken) -> bool:
         """True if a gradient that was taken is still that of the parameter, unchanged."""
-        if taken.sums is None or param.grad is not taken.grad or taken.facts != _facts(param):
+        if taken.sum is None or param.grad is not taken.grad or taken.facts != _facts(param):
             return False
-        return not Comparison(sums([local(param.grad)]), taken.sums)
+        return not changed([(local(param.grad), taken.sum)])
 
     def fences(self, numbers: Iterable[int]) -> list[Any]:
         """What has to be waited for until the copies of these gradients are done."""

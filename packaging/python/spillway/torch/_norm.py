@@ -10,6 +10,7 @@ outside of it hold, so the group has none of them. Without DTensors, every proce
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
@@ -108,12 +109,30 @@ def reducing(here: Measured, process_group: Any, kind: str) -> Callable[[], tupl
     return result
 
 
-def refusal(culprit: str, prefix: str = "") -> InvalidArgumentError:
-    """The error of a step that does not skip gradients with Inf or NaN. `culprit` is empty if another process has them."""
-    return InvalidArgumentError(
-        f"{prefix}the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. Pass "
-        "skip_nonfinite=True to skip such steps"
-    )
+class Verdict(NamedTuple):
+    """What the norm says of a step.
+
+    Attributes:
+        skips: The step changes nothing, because a gradient has Inf or NaN.
+        total: The sum of the squares of all gradients, Inf if a GradScaler has found Inf or NaN; None: no norm was asked for."""
+
+    skips: bool
+    total: float | None
+
+
+def verdict(reduced: tuple[float, bool, bool], skip_nonfinite: bool, culprit: Callable[[], str], prefix: str = "") -> Verdict:
+    """The verdict that follows from the result of `reduced`. What a GradScaler has found skips the step; Inf or NaN without that skips it
+    or has it refused. `culprit` returns the name of a parameter with such a gradient, empty if another process has it.
+
+    Raises:
+        InvalidArgumentError: The step is refused; nothing was stepped."""
+    total, nonfinite, found_inf = reduced
+    if nonfinite and not (skip_nonfinite or found_inf):
+        raise InvalidArgumentError(
+            f"{prefix}the gradient of {culprit() or 'a parameter of another process'} has Inf or NaN; nothing was stepped. Pass "
+            "skip_nonfinite=True to skip such steps"
+        )
+    return Verdict(nonfinite or found_inf, math.inf if found_inf else total)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -301,15 +301,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
     def _clip(self, measured: _norm.Measured) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""
-        total, nonfinite, found_inf = _norm.reduced(measured, self.process_group, type(self).__name__)
-        self.grad_norm = total**0.5
-        if found_inf:
-            self.grad_norm = float("inf")
+        reduced = _norm.reduced(measured, self.process_group, type(self).__name__)
+        self.grad_norm = reduced[0] ** 0.5
+        skips, total = _norm.verdict(reduced, self.skip_nonfinite, lambda: measured.culprit)
+        if skips:
+            # Inf, if a GradScaler has found it.
+            self.grad_norm = cast(float, total) ** 0.5
             return None
-        if nonfinite and self.skip_nonfinite:
-            return None
-        if nonfinite:
-            raise _norm.refusal(measured.culprit)
         return _norm.clip_factor(self.grad_norm, self.max_norm) if self.max_norm is not None else 1.0
 
     def _put_options(self, rows: Any, factor: float) -> tuple[int, Any]:

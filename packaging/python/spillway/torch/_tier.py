@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._commit import Commit
+from .._early.arrivals import tell
 from .._groups import TORCHS, Rule
 from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
@@ -92,9 +93,9 @@ class TierHome(Home):
         if overlap:
             self._beside = Beside(self.on_tier, rule)
             self._beside.use(groups, states)
-            for number, param in enumerate(self.on_tier.params):
-                if self.on_tier.stated[number] and param.requires_grad:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(partial(_hooked, weakref.ref(self), number)))
+            for param, stated in zip(self.on_tier.params, self.on_tier.stated):
+                if stated and param.requires_grad:
+                    self._hooks.append(tell(param, self.arrived))
 
     def facts(self) -> dict[str, Any]:
         """As of the base."""
@@ -104,10 +105,10 @@ class TierHome(Home):
         """As of the base."""
         _refuse_with_tier(self.name, "undo")
 
-    def arrived(self, number: int) -> None:
+    def arrived(self, param: torch.Tensor) -> None:
         """Called when backward has completed a parameter's gradient, with `overlap`."""
         if self._beside is not None and not self.tiered.closed:
-            self.alone(partial(self._beside.arrived, number))
+            self.alone(partial(self._beside.arrived, self.on_tier.numbers[id(param)]))
 
     def alone(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), during which no other thread uses the states. In a forked child no thread would free the lock; the handles refuse
@@ -262,7 +263,7 @@ class TierHome(Home):
 
         def back() -> None:
             if self._beside is not None:
-                self._beside.stop()
+                self._beside.forget()
             self.tiered.rollback()
             if self._beside is not None:
                 self._beside.reset()
@@ -307,7 +308,7 @@ class TierHome(Home):
 
         def take() -> None:
             if self._beside is not None:
-                self._beside.stop()
+                self._beside.forget()
             try:
                 self.tiered.take(found)
             except BaseException:
@@ -323,12 +324,6 @@ class TierHome(Home):
         self._given.forget()
         self.payload = found.record.payload
         return found.step
-
-
-def _hooked(owner: weakref.ref[TierHome], number: int, _: torch.Tensor) -> None:
-    home = owner()
-    if home is not None:
-        home.arrived(number)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from .. import _abi, _ranks
 from .._parts import Commits
-from .._written import Comparison, facts, is_dense, sums
+from .._written import changed, facts, is_dense, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
@@ -385,7 +385,7 @@ class TierStates:
         """The parameters that the program has written to since their masters had their values."""
         found = {number for number, stated in enumerate(self.stated) if stated and self._has_other_facts(number)}
         left = [number for number, stated in enumerate(self.stated) if stated and number not in found]
-        differ = Comparison(sums(local(self.params[number]) for number in left), [self._agreed[number][1] for number in left])
+        differ = changed((local(self.params[number]), self._agreed[number][1]) for number in left)
         return found | {left[place] for place in differ.places()}
 
     def take_written(self, written: set[int] | None = None) -> None:

@@ -1,22 +1,12 @@
 """A step over states on a tier: the C table of its pieces, and the step that runs beside backward, `overlap=True`.
 
-Beside backward:
+Beside backward, as _early/ has it: the library fetches the subgroups of the next step from the end of a step on. A hook sees each gradient
+that backward completes. The weights of a subgroup go to memory of the optimizer. step() checks and measures as it does without overlap, and
+submits the rest. The parameters receive the weights as they become final, and the library continues writing to the tier.
 
-1. From the end of a step on, the library fetches the subgroups of the next one.
-2. A hook sees each gradient that backward completes. A subgroup whose gradients are there is submitted, as a step that can be taken back.
-   Its weights go to memory of the optimizer.
-3. step() checks and measures as it does without overlap. Then it submits the rest, and makes the steps final; after clipping they are
-   repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
-4. The parameters receive the weights of each subgroup as it becomes final. The library continues writing to the tier.
+A contiguous gradient in host memory is read where it is. Any other one is copied to host memory, from a device on a stream of its own.
 
-A contiguous gradient in host memory is read where it is. Any other one is copied to host memory, from a device on a stream of its own, and
-a thread submits its subgroup after the copy.
-
-Invariants:
-- The thread uses the update only between `_send` and a wait for it, which comes before every other use.
-- Before the verdict nothing is final: each error, and each access to the states, takes the steps back.
-- After the verdict the step will be done: `complete` ends it, also after a signal handler that raised.
-- `_busy` is True while the notes may differ from what the library was told. Who finds it True takes all back."""
+Invariant: `_busy` is True while the notes may differ from what the library was told. Who finds it True takes all back."""
 
 from __future__ import annotations
 
@@ -28,18 +18,16 @@ from typing import Any
 import torch
 
 from .. import _abi, _tensor_rows
-from .._after_events import AfterEvents
-from .._groups import Rule, is_torchs
+from .._early.arrivals import Arrivals
+from .._early.tier_step import TierStep
+from .._groups import Rule, but_factor, is_torchs
 from .._written import version
-from ..errors import OwnSuppressed, SpillwayError, UnsupportedError, is_own
-from ..swap import SwapUpdate
+from ..errors import SpillwayError, UnsupportedError, is_own
 from ._copies import Taken, is_copied
 from ._table import check_adam
 from ._tensors import CODES, averages_later, check_memory, is_served, local, name_of
 from ._tier_states import Piece, TierStates
 
-#: After this number of steps in a row that were submitted in vain, subgroups wait for step(), until one would have stood.
-_MISSED_IN_A_ROW = 2
 #: Number of a group, and the steps that were done.
 _Key = tuple[int, int]
 
@@ -204,7 +192,7 @@ def _put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor
     row.options = ctypes.addressof(options)
 
 
-class Beside:
+class Beside(TierStep):
     """The steps of one optimizer.
 
     Args:
@@ -219,17 +207,14 @@ class Beside:
         self.scale = 1.0
         self._groups: list[dict[str, Any]] = []
         self._states: Any = {}
-        count = len(on_tier.params)
         #: Backwards that reach each parameter between two steps, by the last step in which one did.
         self._expected = [int(stated and param.requires_grad) for stated, param in zip(on_tier.stated, on_tier.params)]
-        self._arrivals, self._used = [0] * count, [False] * count
-        #: Submits the subgroups whose gradients are being copied.
-        self._starting = AfterEvents()
-        self._busy, self._missed = False, 0
-        #: The update that has its verdict or gets it, and the status of its step.
-        self._decided: SwapUpdate | None = None
-        self._status: list[int] = []
-        self._forget()
+        #: Whether one ever did.
+        self._used = [False] * len(self._expected)
+        #: The parameters whose gradients the next step is expected to have.
+        self._needed: list[int] = []
+        super().__init__(lambda: on_tier.tiered, Arrivals({}))
+        self.next()
 
     def use(self, groups: list[dict[str, Any]], states: Any) -> None:
         """Takes the optimizer's groups and states, in which a hook looks for options and step counts."""
@@ -238,19 +223,25 @@ class Beside:
         #: The number of each parameter's group.
         self._group_of = {known.get(id(param), -1): number for number, group in enumerate(groups) for param in group["params"]}
 
-    def _forget(self) -> None:
-        """Nothing has arrived."""
-        self._arrivals = [0] * len(self._arrivals)
-        self._waits = False
-        self._clear()
-        self._missing = [sum(self._is_expected(piece.parameter) for piece in pieces) for pieces in self._on_tier.layout.of_subgroup]
+    def next(self) -> None:
+        """The next step begins: nothing has arrived."""
+        super().next()
+        #: Backwards that have reached each parameter since then.
+        self._reached = [0] * len(self._expected)
+        self._busy = False
+        needed = [*filter(self._is_expected, range(len(self._expected)))]
+        if needed != self._needed:
+            pieces = enumerate(self._on_tier.layout.of_subgroup)
+            self._arrivals = Arrivals({at: filter(self._is_expected, (piece.parameter for piece in own)) for at, own in pieces})
+            self._needed = needed
 
-    def _clear(self) -> None:
+    def begin(self) -> None:
+        """Nothing is noted of gradients."""
+        super().begin()
         self._seen: dict[int, Taken] = {}
         self._on_tier.gradients.forget()
-        #: The parameters of each subgroup whose gradients are there, and the subgroups that were submitted.
+        #: The parameters of each subgroup whose gradients are there.
         self._ready: dict[int, list[int]] = {}
-        self._submitted: set[int] = set()
         self._options: dict[_Key, Any] = {}
 
     def _is_expected(self, number: int) -> bool:
@@ -261,14 +252,14 @@ class Beside:
     def arrived(self, number: int) -> None:
         """Called when backward has completed a parameter's gradient."""
         if self._busy:
-            self._waits = True
+            self.decision.waits = True
         self._busy = True
         try:
-            self._arrivals[number] += 1
+            self._reached[number] += 1
             if number in self._seen:
                 # Another backward, while the gradient of the last one is in use.
-                self._waits = True
-            if self._waits:
+                self.decision.waits = True
+            if self.decision.waits:
                 self.abandon()
             else:
                 self._advance(number)
@@ -276,32 +267,28 @@ class Beside:
             # Backward continues; step() raises the error if it is still there. It would not raise that of a signal handler.
             if not is_own(error):
                 raise
-            self._waits = True
+            self.decision.waits = True
         self._busy = False
 
     def _advance(self, number: int) -> None:
-        param = self._on_tier.params[number]
-        if averages_later(param):
+        if averages_later(self._on_tier.params[number]):
             return
-        self._on_tier.tiered.early()
-        if self._arrivals[number] != self._expected[number]:
-            return
-        for piece in self._on_tier.layout.of_parameter[number]:
-            self._missing[piece.subgroup] -= 1
-            if not self._missing[piece.subgroup]:
-                self._start(piece.subgroup)
+        self.fetch()
+        if self._reached[number] == self._expected[number]:
+            for subgroup in self._arrivals.note([number]):
+                self._start(subgroup)
 
     def _start(self, subgroup: int) -> None:
         """All expected gradients of a subgroup are there."""
         if not self._ready and self._on_tier.looks_written():
             # The masters have to take the values first, which step() sees.
-            self._waits = True
+            self.decision.waits = True
             return self.abandon()
         numbers = self._present(subgroup)
         for number in numbers:
             self._see(number)
         self._ready[subgroup] = numbers
-        if self._missed < _MISSED_IN_A_ROW:
+        if self.decision.steps_early:
             self._send(subgroup, numbers, self._on_tier.gradients.fences(numbers))
 
     def _present(self, subgroup: int) -> list[int]:
@@ -329,7 +316,7 @@ class Beside:
 
     def _send(self, subgroup: int, numbers: list[int], events: Sequence[Any] = ()) -> None:
         """Submits a subgroup with the gradients of these parameters, after these events."""
-        update, swap = self._on_tier.tiered.early(), self._on_tier.tiered.swap
+        update, swap = self.fetch(), self._on_tier.tiered.swap
         pieces = {piece.parameter: piece for piece in self._on_tier.layout.of_subgroup[subgroup]}
         rows, firsts, held = (_abi.Tensor * len(numbers))(), array("Q"), list[Any]()
         for row, number in zip(rows, numbers):
@@ -338,10 +325,9 @@ class Beside:
             _put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
             firsts.append(pieces[number].first)
             held += [grad, weights, options]
-        self._submitted.add(subgroup)
         held += [rows, firsts]
         table = ctypes.addressof(rows), firsts.buffer_info()[0]
-        self._starting.call(events, update.submit_table, subgroup, *table, len(numbers), held)
+        self.submit(subgroup, events, update.submit_table, subgroup, *table, len(numbers), held)
 
     # The step.
 
@@ -349,32 +335,32 @@ class Beside:
         """Submits what is left of a step. Afterwards nothing keeps it from being done but its verdict."""
         self._on_tier.tiered.changes()
         if self._busy:
-            self._waits = True
+            self.decision.waits = True
         self._busy = True
         options = {key[:2]: own for key, own in rows.options.items()}
         factors = {own.grad_scale for own in options.values()}
         written = self._on_tier.written()
-        stands = not self._waits and not written and self._stands(options)
+        stands = not self.decision.waits and not written and self._stands(options)
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
-            self._missed = self._missed + 1 if repeats else 0
-        if self._waits or (self._submitted and (not stands or (repeats and len(factors) > 1))):
+            self.decision.judge(in_vain=repeats)
+        if self.decision.waits or (self.submitted and (not stands or (repeats and len(factors) > 1))):
             self.abandon()
-        if not self._submitted:
-            self._clear()
+        if not self.submitted:
+            self.begin()
         if written:
             self.abandon()
             self._on_tier.take_written(written)
         #: The factor of a repetition.
-        self._factor = factors.pop() if repeats and self._submitted else None
+        self._factor = factors.pop() if repeats and self.submitted else None
         for key, own in options.items():
             self._options.setdefault(key, own)
         for number, taken in zip(rows.numbers, rows.taken):
             self._seen.setdefault(number, taken)
-        for subgroup in range(len(self._missing)):
-            if subgroup not in self._submitted:
+        for subgroup in range(len(self._on_tier.layout.of_subgroup)):
+            if subgroup not in self.submitted:
                 self._send(subgroup, self._present(subgroup))
-        self._starting.wait()
+        self.wait()
         self._busy = False
 
     def _stands(self, options: dict[_Key, Any]) -> bool:
@@ -383,84 +369,30 @@ class Beside:
         taken = self._on_tier.gradients.taken
         return (
             all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
-            and all(key in options and _shared_part(own) == _shared_part(options[key]) for key, own in self._options.items())
+            and all(key in options and but_factor(own) == but_factor(options[key]) for key, own in self._options.items())
             and all(self._key(number) in self._options and seen is taken.get(number) for number, seen in self._seen.items())
         )
 
     def decide(self, rows: TierTable, status: list[int]) -> None:
         """Makes a prepared step final, and waits for its end. Appends its status to `status`."""
-        self._status = status
         self._on_tier.weights.expect(rows.numbers, self._on_tier.layout.of_subgroup)
-        self._decided = self._on_tier.tiered.early()
-        if self._factor is None:
-            self._decided.verdict("commit")
-        else:
-            self._decided.verdict("redo", self._factor)
-        self.complete()
-
-    def complete(self) -> None:
-        """Ends a step that has its verdict."""
-        update = self._decided
-        if update is None or update._verdict is None:
-            return
-        weights = self._on_tier.weights
-        if update._is_open():
-            # finish() ends a step that has failed, and raises its error.
-            with OwnSuppressed():
-                for subgroup in update.published():
-                    weights.give(subgroup)
-            update.finish()
-        if update._ended == 0:
-            weights.give_all()
-        if not self._status and update._ended is not None:
-            self._status.append(update._ended)
-        self._clear()
-        self._waits, self._decided = True, None
+        self.conclude(self._factor, self._on_tier.weights, status)
 
     def stepped(self) -> None:
         """A step has ended: begins the next one."""
-        for number, arrivals in enumerate(self._arrivals):
-            self._used[number] = self._used[number] or arrivals > 0
-            if arrivals or not self._used[number]:
-                self._expected[number] = arrivals
-        self._forget()
-        self._busy = False
-        self._on_tier.tiered.early()
+        for number, reached in enumerate(self._reached):
+            self._used[number] = self._used[number] or reached > 0
+            if reached or not self._used[number]:
+                self._expected[number] = reached
+        self.next()
+        self.fetch()
 
     def resume(self) -> None:
         """The states were used: fetches continue if no gradient was submitted before."""
-        if not self._waits:
-            self._on_tier.tiered.early()
-
-    def abandon(self) -> None:
-        """Takes back what was submitted; the states are those before the step. What is left of it does not start in backward."""
-        self.stop()
-        self._decided = None
-        self._on_tier.tiered.take_back()
-        if self._submitted:
-            self._waits, self._missed = True, self._missed + 1
-        self._clear()
-
-    def stop(self) -> None:
-        """Until the next use, the update belongs to the calling thread."""
-        # A forked child has no such thread.
-        if self._on_tier.tiered.is_own:
-            self._starting.forget()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self.stop()
-        self._starting.close()
+        if not self.decision.waits:
+            self.fetch()
 
     def reset(self) -> None:
         """Forgets all notes after a rollback, which has ended the update."""
         self._decided = None
-        self._forget()
-        self._busy = False
-
-
-def _shared_part(options: Any) -> bytes:
-    """What pieces of one group and step have in common, without the factor of the gradients. The fields of rounding are the last ones."""
-    own = type(options).from_buffer_copy(options)
-    own.grad_scale = 0.0
-    return bytes(own)[: type(own).rounding.offset]
+        self.next()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ... import _abi
-from ..._written import Comparison, Facts, Sums, differing, facts, facts_of, sums
+from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
@@ -65,8 +65,6 @@ class Bucket:
         #: The C options of each parameter, whose random bits are its own.
         self._options = [_abi.AdamOptions() for _ in slots] if self._is_random else []
         self.portions = [*leaves(self._tree)]
-        #: The parameters whose gradients backward has completed since the last step.
-        self._arrived: set[Slot] = set()
         #: The facts of gradients and parameters when the gradients were copied; None for gradients whose change nobody asks for.
         self._seen: tuple[Facts | None, Facts] | None = None
         #: The gradients then: their memory cannot become that of others before the step. Their sums; None: nobody asks.
@@ -91,20 +89,10 @@ class Bucket:
 
     # During backward.
 
-    def arrives(self, slot: Slot) -> bool:
-        """Notes that backward has completed a gradient. False if it has done so before, since the last step."""
-        if self._seen is not None or slot in self._arrived:
-            return False
-        self._arrived.add(slot)
-        return True
-
-    def is_complete(self) -> bool:
-        """True if backward has completed all gradients."""
-        return len(self._arrived) == len(self.slots)
-
-    def is_used(self) -> bool:
-        """True if a gradient has arrived or was copied since the last step."""
-        return self._seen is not None or bool(self._arrived)
+    @property
+    def is_taken(self) -> bool:
+        """True if the gradients were copied since the last step."""
+        return self._seen is not None
 
     def is_as_stepped(self, states: Any) -> bool:
         """True if all gradients can be copied, and the parameters have the states and the memory that are stepped."""
@@ -190,10 +178,7 @@ class Bucket:
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradients and weights."""
-        if not self.may_be_current():
-            return False
-        now, before = zip(*self.compared())
-        return not Comparison(sums(now), before)
+        return self.may_be_current() and not changed(self.compared())
 
     def may_be_current(self) -> bool:
         """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
@@ -347,7 +332,6 @@ class Bucket:
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""
         self._seen, self._held, self._masters, self._fences = None, [], [], {}
-        self._arrived.clear()
         self.second.forget()
         if self.stays:
             for slot in self.slots:

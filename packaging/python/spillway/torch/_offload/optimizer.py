@@ -31,8 +31,10 @@ from typing import Any
 import torch
 
 from ... import _abi
+from ..._early.arrivals import tell
+from ..._early.decision import Decision
 from ..._groups import TORCHS
-from ..._tail_search import TailSearch, Timed, is_tail
+from ..._tail_search import AskedTail, is_tail
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from ...swap import UNROUNDED
 from .. import _norm
@@ -43,7 +45,7 @@ from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
 from .memory import Memory, check_fits, limit_of, needed, present
-from .plan import Decision, Plan
+from .plan import Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
 from .tail import apart_in_bits, room
@@ -51,8 +53,6 @@ from .tail import apart_in_bits, room
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
 _KEPT_BYTES = {"flow": 0, "auto": None}
-#: After this number of clipped steps in a row, a step waits for the norm: a speculative step would be repeated anyway.
-_CLIPPED_IN_A_ROW = 2
 
 
 def offload(
@@ -218,9 +218,7 @@ class Offloaded(torch.optim.Optimizer):
         # Low bits that were settled since the last step.
         self._aside: dict[torch.Tensor, Aside] = {}
         self._bucket_bytes, self._rule = bucket_bytes, ADAMW if own is torch.optim.AdamW else ADAM
-        self._tail = tail if isinstance(tail, int) else 0
-        self._search = TailSearch() if tail == "auto" else None
-        self._timed: Timed | None = None
+        self._tail = AskedTail(tail)
         self._arrivals = itertools.count(1)
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
@@ -230,8 +228,9 @@ class Offloaded(torch.optim.Optimizer):
         weakref.finalize(self, _remove, self._hooks)
         self._states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._loading: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
-        self._no_overlap, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
+        self._decision = Decision()
+        # The program accumulates gradients, and the last factor of a GradScaler.
+        self._accumulates, self._scale = False, 1.0
         # Waits for the verdict of a step that has returned; None: there is none.
         self._verdict_due: Callable[[], Any] | None = None
         self._settling = threading.RLock()
@@ -260,7 +259,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _check_fits(self) -> None:
         if self._host_memory is not None:
-            check_fits(self._trained(), self._precision, self._host_memory, bool(self._tail or self._search))
+            check_fits(self._trained(), self._precision, self._host_memory, bool(self.tail or self._tail.search))
 
     def _trained(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"] if is_trained(param)]
@@ -275,8 +274,7 @@ class Offloaded(torch.optim.Optimizer):
                 if slot is None:
                     slot = self._slots[param] = Slot(param, len(self._slots), self._precision)
                 if param.requires_grad and param not in self._hooks:
-                    hooked = partial(_hooked, weakref.ref(self), weakref.ref(slot))
-                    self._hooks[param] = param.register_post_accumulate_grad_hook(hooked)
+                    self._hooks[param] = tell(param, self._arrived)
                 slot.group, slot.number, slot.maximizes = number, len(found), bool(group.get("maximize"))
                 found.append(slot)
         if len(found) != len(self._slots):
@@ -297,12 +295,13 @@ class Offloaded(torch.optim.Optimizer):
         finally:
             self._accumulates = before
 
-    def _arrived(self, slot: Slot) -> None:
+    def _arrived(self, param: torch.Tensor) -> None:
         """Called when backward has completed a parameter's gradient."""
-        slot.arrived, plan = next(self._arrivals), self._plan
+        slot, plan = self._slots[param], self._plan
+        slot.arrived = next(self._arrivals)
         self._check_forward(slot)
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
-        if plan is None or plan.tail != self._tail or self._accumulates or self._no_overlap:
+        if plan is None or plan.tail != self.tail or self._accumulates or self._decision.waits:
             return
         if not self._overlaps(slot) or averages_later(slot.param):
             return
@@ -320,7 +319,7 @@ class Offloaded(torch.optim.Optimizer):
         if self._verdict_due is not None:
             why = "no forward or other use of the model has completed the last step"
             cure = "Call it before code that runs no forward of a module, such as a traced or exported model or a captured graph"
-        elif self._plan is not None and self._plan.decision is not None:
+        elif self._plan is not None and self._plan.verdict is not None:
             why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
         else:
             return
@@ -334,16 +333,17 @@ class Offloaded(torch.optim.Optimizer):
         if bucket is not None and bucket.stays:
             return
         # Not if this is another backward, while the first one's gradients are in use.
-        if bucket is None or not bucket.arrives(slot):
+        if bucket is None or bucket.is_taken or slot in plan.arrivals:
             return self._interrupt()
+        is_complete = bool(plan.arrivals.note([slot]))
         # A backward may compute the gradients of one bucket on several streams.
         slot.link.follow()
-        if not bucket.is_complete():
+        if not is_complete:
             return
         if not bucket.is_as_stepped(self._states):
             return self._interrupt()
         bucket.take(marked=True)
-        if self._clipped < _CLIPPED_IN_A_ROW:
+        if self._decision.steps_early:
             if not plan.is_open:
                 # The lanes are those of the groups of the last step.
                 if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
@@ -357,7 +357,7 @@ class Offloaded(torch.optim.Optimizer):
         self._complete()
         if self._plan is not None and self._plan.is_used():
             self._plan.abort()
-            self._no_overlap = True
+            self._decision.waits = True
 
     # The step.
 
@@ -382,7 +382,7 @@ class Offloaded(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         without_gradients(self._step)
-        self._no_overlap = False
+        self._decision.waits = False
         return result
 
     def _step(self) -> None:
@@ -391,7 +391,7 @@ class Offloaded(torch.optim.Optimizer):
         try:
             try:
                 self._complete()
-                self._start_clock()
+                self._tail.start(self._begun)
                 scale, found_inf = scaler_of(self)
                 if not found_inf:
                     self._submit(scale, others)
@@ -433,8 +433,7 @@ class Offloaded(torch.optim.Optimizer):
         if self._plan is not None and self._plan.is_open:
             self._plan.release()
         following.expect()
-        if self._timed is not None:
-            self._timed.pause()
+        self._tail.pause()
         self._verdict_due = partial(self._decide, reduced)
 
     def _submit(self, scale: float, others: Any) -> None:
@@ -448,7 +447,7 @@ class Offloaded(torch.optim.Optimizer):
         if not live:
             return self._interrupt()
         if plan is not None and plan.is_open:
-            if self._no_overlap or scale != self._scale or not self._stands(plan, live, others):
+            if self._decision.waits or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
                 plan.abort()
                 if changed is not None:
@@ -464,13 +463,13 @@ class Offloaded(torch.optim.Optimizer):
         if not is_prepared or self._logs[0] is not self.overlap:
             self._logs = self.overlap, self._log_bytes(live)
         log_bytes = self._logs[1]
-        if plan is None or not plan.is_of(live, numbers, others, self._tail, log_bytes):
+        if plan is None or not plan.is_of(live, numbers, others, self.tail, log_bytes):
             parts, before = self._parts(), plan
 
             def counts(slot: Slot) -> bool:
                 return parts is None or parts.count(slot.param, slot.name)
 
-            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self._tail, log_bytes)
+            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self.tail, log_bytes)
             if before is not None:
                 before.close()
             # The states of the tail go to its device.
@@ -494,7 +493,7 @@ class Offloaded(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError, UnsupportedError: One does not; nothing was stepped."""
         live = [slot for slot in self._sync_slots() if slot.param.grad is not None]
-        if live and self._search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
+        if live and self._tail.search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
             self._interrupt()
             raise UnsupportedError(
                 f"offload: tail is 'auto' with several processes and parameters on {device}, which torch steps: replicas could differ by "
@@ -519,7 +518,7 @@ class Offloaded(torch.optim.Optimizer):
             return False
         numbers = self._numbers(live)
         # The options of a lane are those of the group that it was made for.
-        if not plan.is_of(live, numbers, others, self._tail, self._log_bytes(live)):
+        if not plan.is_of(live, numbers, others, self.tail, self._log_bytes(live)):
             return False
         return plan.stands(numbers, self._all_options(plan, numbers, self._scale), self._limit)
 
@@ -528,19 +527,14 @@ class Offloaded(torch.optim.Optimizer):
         plan = self._plan if self._plan is not None and self._plan.is_open else None
         if reduced is None:
             reduced = _norm.reducing(self._measure(), None, "offload")
-        if not self._measures:
-            decision = Decision(False, None)
-        else:
-            total, nonfinite, found_inf = reduced()
-            if nonfinite and not self.skip_nonfinite and not found_inf:
-                slots = plan.slots if plan is not None else []
-                culprit = next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "")
-                raise _norm.refusal(culprit, "offload: ")
-            decision = Decision(nonfinite or found_inf, math.inf if found_inf else total)
+        verdict = _norm.Verdict(False, None)
+        if self._measures:
+            slots = plan.slots if plan is not None else []
+            verdict = _norm.verdict(reduced(), self.skip_nonfinite, partial(_culprit, slots), "offload: ")
         if plan is not None:
-            plan.decision = decision
+            plan.verdict = verdict
         else:
-            self._report(decision)
+            self._report(verdict)
 
     def _overlaps(self, slot: Slot) -> bool:
         """True if a step may start when backward completes this parameter."""
@@ -581,20 +575,21 @@ class Offloaded(torch.optim.Optimizer):
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
         if self._verdict_due is not None:
-            if self._timed is not None:
-                self._timed.resume()
+            self._tail.resume()
             self._hear(self._verdict_due)
         plan = self._plan
-        if plan is None or plan.decision is None:
+        if plan is None or plan.verdict is None:
             return self._ended(None)
         try:
-            self._carry_out(plan, plan.decision)
+            self._carry_out(plan, plan.verdict)
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             self._ended(plan)
             raise
-        self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
-        self._stop_clock(plan)
+        # A step that waits for the norm is judged too: it tells whether the next one would stand.
+        clipped = bool(self.max_norm and (self._grad_norm or 0.0) > self.max_norm)
+        self._decision.judge(in_vain=clipped)
+        self._tail.stop(not (self._skipped or clipped), len(plan.buckets), partial(room, plan))
         self._ended(plan)
 
     def _ended(self, plan: Plan | None) -> None:
@@ -605,46 +600,33 @@ class Offloaded(torch.optim.Optimizer):
         if self._next is not None:
             self._next.completed()
 
-    def _carry_out(self, plan: Plan, decision: Decision) -> None:
+    def _carry_out(self, plan: Plan, verdict: _norm.Verdict) -> None:
         """Gives the parameters the weights of a step, unless it is skipped, and counts it."""
-        plan.resolve(decision)
-        self._report(decision)
-        if not decision.skips:
+        plan.resolve(verdict)
+        self._report(verdict)
+        if not verdict.skips:
             without_gradients(plan.publish)
         plan.finish()
-        if decision.skips:
+        if verdict.skips:
             without_gradients(plan.skip)
         else:
             plan.count()
 
-    def _start_clock(self) -> None:
-        """The program waits for the step from now on."""
-        if self._search is None or self._search.done:
-            return
+    def _begun(self) -> tuple[bool, float | None]:
+        """Whether a step began during backward, all of it but the tail, and when. The devices have done what they had to do."""
         for device in {local(param).device for param in filter(is_trained, self._slots)}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
-        plan = self._plan
-        overlaps = plan is not None and plan.tail == self._tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets)
-        self._timed = Timed(overlaps, None if plan is None else plan.started)
-
-    def _stop_clock(self, plan: Plan) -> None:
-        """A step is over: what the program has waited for it corrects the tail."""
-        if self._search is None or self._timed is None:
-            return
-        timed, self._timed = self._timed, None
-        timed.pause()
-        if not self._skipped and not self._clipped:
-            self._search.step(timed, len(plan.buckets), room(plan))
-        # The next step makes a plan of it.
-        self._tail = self._search.tail
+        if (plan := self._plan) is None:
+            return False, None
+        return plan.tail == self.tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets), plan.round.started
 
     def _hear(self, verdict: Callable[[], Any]) -> None:
         """Waits for the verdict of a step that has returned."""
         plan = self._plan
         try:
             # A signal may have come between this and the end.
-            if plan is None or plan.decision is None:
+            if plan is None or plan.verdict is None:
                 if plan is not None and plan.is_open and (written := plan.written()) is not None:
                     raise InvalidArgumentError(
                         f"offload: {written.name} was written to after step(), which the next forward was to complete; nothing was "
@@ -655,18 +637,18 @@ class Offloaded(torch.optim.Optimizer):
             # The step is given up. Other exceptions are those of signal handlers: the verdict is still due.
             self._verdict_due = None
             self._interrupt()
-            self._no_overlap = False
+            self._decision.waits = False
             raise
 
-    def _report(self, decision: Decision) -> None:
-        self._skipped = decision.skips
-        self._grad_norm = None if decision.total is None else math.sqrt(decision.total)
+    def _report(self, verdict: _norm.Verdict) -> None:
+        self._skipped = verdict.skips
+        self._grad_norm = None if verdict.total is None else math.sqrt(verdict.total)
 
     @property
     def tail(self) -> int:
         """The number of buckets that stay on the device at the next step. With `tail="auto"` it changes during the first steps that
         overlap, until no other number is better."""
-        return self._tail
+        return self._tail.buckets
 
     @property
     def grad_norm(self) -> float | None:
@@ -725,7 +707,7 @@ class Offloaded(torch.optim.Optimizer):
         """The state dict of the wrapped class. As in torch, its tensors are the optimizer's own: what the program writes to them, such as
         a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
         self._interrupt()
-        self._no_overlap = True
+        self._decision.waits = True
         self._settle_low_bits()
         return super().state_dict()
 
@@ -786,7 +768,7 @@ class Offloaded(torch.optim.Optimizer):
         names = ("max_norm", "process_group", "skip_nonfinite", "overlap", "flow")
         try:
             head, rest = super().__repr__().split("\n", 1)
-            told = {**{name: getattr(self, name) for name in names}, "tail": self._tail, "closed": self._closed}
+            told = {**{name: getattr(self, name) for name in names}, "tail": self.tail, "closed": self._closed}
             dtype, _, seed, master = self._precision
             told |= {"moment_dtype": dtype, "moment_rounding": self._precision.rounding, "rounding_seed": seed}
             told |= {"master": "" if master == "f32" else master, "host_memory": self._host_memory}
@@ -822,11 +804,9 @@ class Offloaded(torch.optim.Optimizer):
                 self._next.remove()
 
 
-def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tensor) -> None:
-    """A hook lives as long as its parameter, and must not keep the optimizer's memory."""
-    optimizer, slot = owner(), of()
-    if optimizer is not None and slot is not None:
-        optimizer._arrived(slot)
+def _culprit(slots: Sequence[Slot]) -> str:
+    """The name of the first parameter whose gradient has Inf or NaN; empty if it is one of another process."""
+    return next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "")
 
 
 def _check_group(group: dict[str, Any], precision: Precision) -> None:

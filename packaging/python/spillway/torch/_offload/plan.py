@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from operator import add, attrgetter
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ... import _abi
-from ..._after_events import AfterEvents
-from ..._written import Comparison, sums
+from ..._early.arrivals import Arrivals
+from ..._early.round import Round
+from ..._written import changed
 from ...errors import OutOfOrderError, OwnSuppressed, TimedOutError
 from ...optim import Adam
 from ...speculate import Speculation
+from .._norm import Verdict
 from .._table import check_adam
 from .._tensors import local
 from .bucket import Bucket
@@ -38,12 +38,6 @@ _SMALL = 16
 #: Seconds after which a step that waits for the norm looks which portions are stepped.
 _LOOK = 0.001
 _stays, _size = attrgetter("stays"), attrgetter("size")
-
-
-def _changed(rows: Iterable[tuple[torch.Tensor, Any]]) -> Comparison:
-    """Compares tensors with their sums of before."""
-    tensors, before = [*zip(*rows)] or [(), ()]
-    return Comparison(sums(tensors), before)
 
 
 def _cut(slots: Sequence[Slot], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
@@ -155,17 +149,6 @@ def _with_logs(buckets: Iterable[Bucket], log_bytes: float) -> set[Bucket]:
     return found
 
 
-class Decision(NamedTuple):
-    """What the norm says of a step.
-
-    Attributes:
-        skips: The step changes nothing, because a gradient has Inf or NaN.
-        total: The sum of the squares of all gradients; None: no norm was asked for."""
-
-    skips: bool
-    total: float | None
-
-
 class Plan:
     """The lanes of all parameters of a step, and the state of its round.
 
@@ -173,10 +156,11 @@ class Plan:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
         log_bytes: Bytes for the logs of steps before the verdict.
-        started: When the first bucket of the round was on the host, by time.perf_counter(); None before.
+        round: The buckets on the host that were submitted.
+        arrivals: The gradients that backward has completed since the last step.
         limit: The norm above which the round clips; 0: there is none.
         prepared: What the plan was made for; None: nothing of it is known to hold.
-        decision: What the norm says; None until it is known."""
+        verdict: What the norm says; None until it is known."""
 
     def __init__(
         self,
@@ -189,7 +173,6 @@ class Plan:
         log_bytes: float,
     ):
         self.tail, self.log_bytes = tail, log_bytes
-        self.started: float | None = None
         self.slots, self.others, self.limit = list(slots), others, 0.0
         self.prepared: Any = None
         members: dict[tuple[int, bool, int], list[Slot]] = {}
@@ -210,17 +193,15 @@ class Plan:
         self._numbers: Sequence[int] = numbers
         self.is_open = False
         self._options: list[bytes] = []
-        # Submits the buckets whose copies are under way.
-        self._starting = AfterEvents()
-        # Those on the host that were submitted in the round, in that order.
-        self._submitted: list[Bucket] = []
+        self.round: Round[Bucket] = Round()
+        self.arrivals = Arrivals({bucket: bucket.slots for bucket in self.buckets})
         # Portions whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
         self._stepping: list[tuple[Bucket, Portion]] = []
         self._has_room: bool | None = None
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
         self._exposed = 0.0
-        self.decision: Decision | None = None
+        self.verdict: Verdict | None = None
 
     def bucket_of(self, slot: Slot) -> Bucket | None:
         """The bucket of a parameter; None if it has none."""
@@ -238,7 +219,8 @@ class Plan:
             InvalidArgumentError: An option is out of range."""
         for lane, given in zip(self.lanes, options):
             check_adam(given, lane.group)
-        self._options, self.limit, self.is_open, self.started = [*map(bytes, options)], max_norm, True, None
+        self._options, self.limit, self.is_open = [*map(bytes, options)], max_norm, True
+        self.round.begin()
         self._numbers = numbers
         for lane, given in zip(self.lanes, options):
             lane.begin(given, max_norm)
@@ -253,7 +235,7 @@ class Plan:
         same = [*map(bytes, options)] == self._options and limit == self.limit
         if not same or not all(bucket.may_be_current() for bucket in submitted):
             return False
-        return not _changed(chain.from_iterable(bucket.compared() for bucket in submitted))
+        return not changed(chain.from_iterable(bucket.compared() for bucket in submitted))
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""
@@ -268,11 +250,10 @@ class Plan:
         bucket.submitted = True
         if bucket.stays:
             return
-        self._submitted.append(bucket)
         for portion in bucket.portions:
             # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
-            self._starting.call(fences, self._send, bucket, portion)
+            self.round.submit(bucket, fences, bucket.submit, portion)
             self._publishing.clear()
         if early and bucket.steps_early and self._makes_second(bucket):
             self._stepping += ((bucket, portion) for portion in bucket.portions)
@@ -297,10 +278,6 @@ class Plan:
             del self._stepping[0]
             bucket.second.bring(portion)
 
-    def _send(self, bucket: Bucket, portion: Portion) -> None:
-        self.started = self.started or time.perf_counter()
-        bucket.submit(portion)
-
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
         gradients of the tail are measured too."""
@@ -309,7 +286,7 @@ class Plan:
         with self._waiting():
             while self._stepping and not self._is_measured():
                 self._bring()
-            self._starting.wait()
+            self.round.wait()
             for engine in self.engines:
                 found, of_buckets = engine.measured()
                 nonfinite |= found
@@ -328,9 +305,9 @@ class Plan:
 
     def _is_measured(self) -> bool:
         """True if all gradients are measured. Waits for a moment."""
-        if not self._starting.is_over(_LOOK):
+        if not self.round.is_over(_LOOK):
             return False
-        self._starting.wait()
+        self.round.wait()
         return all(engine.is_measured(_LOOK) for engine in self.engines)
 
     def release(self) -> None:
@@ -350,19 +327,19 @@ class Plan:
             if written := bucket.written():
                 return bucket.slots[written[0]]
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        places = _changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
+        places = changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)
 
-    def resolve(self, decision: Decision) -> None:
+    def resolve(self, verdict: Verdict) -> None:
         """Gives each lane the verdict, unless it has it."""
         for lane in self.lanes:
-            lane.tail.resolve(decision.skips, decision.total)
+            lane.tail.resolve(verdict.skips, verdict.total)
         for engine in self.engines:
             with OwnSuppressed(OutOfOrderError):
-                if decision.total is None:
+                if verdict.total is None:
                     engine.speculation.resolve_as("commit")
                 else:
-                    engine.speculation.resolve((decision.skips, decision.total))
+                    engine.speculation.resolve((verdict.skips, verdict.total))
 
     def publish(self) -> None:
         """Gives the parameters their weights, bucket by bucket as they become final."""
@@ -370,7 +347,7 @@ class Plan:
         places: dict[Bucket, list[int]] = {}
         stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)
         # Then those that were submitted last: the engine completes them first.
-        for bucket in (*filter(_stays, self.buckets), *reversed(self._submitted)):
+        for bucket in (*filter(_stays, self.buckets), *reversed(self.round.submitted)):
             places[bucket] = bucket.publish(stands, self._waiting)
             if not bucket.stays:
                 self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
@@ -400,7 +377,7 @@ class Plan:
         """Rolls back an open round, and forgets the gradients."""
         try:
             if self.is_open:
-                self._starting.forget()
+                self.round.forget()
                 for engine in self.engines:
                     with OwnSuppressed(OutOfOrderError):
                         engine.speculation.abort()
@@ -411,9 +388,9 @@ class Plan:
 
     def end(self) -> None:
         """The round is over."""
-        self.is_open, self.decision = False, None
+        self.is_open, self.verdict = False, None
         self._stepping.clear()
-        self._submitted.clear()
+        self.arrivals.clear()
         for bucket in self.buckets:
             bucket.submitted = False
             bucket.forget()
@@ -421,8 +398,8 @@ class Plan:
                 bucket.second.free()
 
     def is_used(self) -> bool:
-        """True if gradients were copied since the last step."""
-        return self.is_open or any(bucket.is_used() for bucket in self.buckets)
+        """True if gradients have arrived or were copied since the last step."""
+        return self.is_open or bool(self.arrivals) or any(bucket.is_taken for bucket in self.buckets)
 
     def exposed_seconds(self) -> float:
         """Seconds that callers have waited for buckets."""
@@ -439,7 +416,7 @@ class Plan:
 
     def close(self) -> None:
         """Closes the rounds; an open one is rolled back."""
-        self._starting.close()
+        self.round.close()
         for engine in self.engines:
             engine.speculation.close()
         self.end()

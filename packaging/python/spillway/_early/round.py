@@ -1,4 +1,5 @@
-"""Calls that wait for events of a device in a thread, so that the program does not wait for the device.
+"""The buckets of a step that were submitted before its verdict. A bucket whose gradients are being copied from a device is submitted by a
+thread, after the copy, so that the program does not wait for the device.
 
 A signal handler of the program may raise between any two bytecodes of a method here. ThreadPoolExecutor has locks of Python, which such a
 handler can leave locked for good. Here the queue is one of C, and a wait for a lock looks again and again at what the lock stands for.
@@ -12,13 +13,15 @@ from __future__ import annotations
 import _thread
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 #: Seconds after which a wait looks again.
 _LOOK = 0.1
+_Bucket = TypeVar("_Bucket", bound=Hashable)
 
 
 class _Flag:
@@ -105,28 +108,45 @@ def _end_all() -> None:
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
-class AfterEvents:
-    """Runs calls in their order, each after its events. Its thread begins with the first call that has events."""
+class Round(Generic[_Bucket]):
+    """The submissions of a round, in their order. The thread begins with the first one that has events. From then on to `wait` or `forget`
+    it alone uses what steps the buckets.
+
+    Attributes:
+        submitted: The buckets, each with a note of the caller.
+        started: When the first step of this round, or of the last one, could begin, by time.perf_counter(); None before."""
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
         self._begun: list[_Call] = []
         # True from the begin of a forget() to its end, which a signal handler may keep it from.
         self._ending = False
+        self.begin()
 
-    def call(self, events: Sequence[Any], function: Callable[..., Any], *arguments: Any) -> None:
-        """Calls a function after `synchronize()` of each event has returned; without events at once, after the earlier calls."""
+    def begin(self) -> None:
+        """Begins the next round."""
+        self.submitted: dict[_Bucket, Any] = {}
+        self.started: float | None = None
+
+    def submit(self, bucket: _Bucket, events: Sequence[Any], send: Callable[..., Any], *arguments: Any) -> None:
+        """Calls `send`, which submits a bucket or a portion of it, after `synchronize()` of each event has returned; without events at
+        once, after the earlier calls."""
+        self.submitted[bucket] = None
         if not events:
             self.wait()
-            function(*arguments)
+            self._call(send, arguments)
             return
         if self._ending:
             self.forget()
         if self._worker is None:
             self._worker = _Worker()
-        call = _Call(events, function, arguments)
+        call = _Call(events, self._call, (send, arguments))
         self._worker.calls.put(call)
         self._begun.append(call)
+
+    def _call(self, send: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        self.started = self.started or time.perf_counter()
+        send(*arguments)
 
     def is_over(self, within: float) -> bool:
         """True if all calls are over. Waits for that, and no longer than `within` seconds."""
@@ -146,7 +166,7 @@ class AfterEvents:
             del self._begun[0]
 
     def forget(self) -> None:
-        """Waits for all calls, also for one whose `call` a signal handler has ended; an error of one is that of what does not happen."""
+        """Waits for all calls, also for one whose `submit` a signal handler has ended; an error of one is that of what does not happen."""
         if self._worker is not None:
             self._ending = True
             self._worker.end()

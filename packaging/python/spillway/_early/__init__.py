@@ -1,0 +1,16 @@
+"""Steps that start during backward. A bucket of gradients is stepped as soon as backward has completed them, before the verdict on the
+whole step is known. The verdict keeps what was stepped, or has it repeated; what the program has changed since is taken back, and stepped
+anew. So the bits are those of a step that waits.
+
+| question | home |
+|---|---|
+| Does a step start during backward, or wait? | `Decision` |
+| Which buckets has backward completed? | `Arrivals` |
+| What was submitted, and when does it begin? | `Round` |
+| How is a step on a tier fetched, taken back, kept, repeated and published? | `TierStep` |
+| Are the options but for the factor of the gradients the same? | `but_factor` in _groups.py |
+| Has the program written to a tensor since? | _written.py |
+| What does the norm say? | `verdict` in torch/_norm.py; DeepSpeed's own for its optimizers |
+
+States in host memory: `Offloaded` and `Plan` (torch/_offload/), DeepSpeed's SuperOffload (deepspeed/_superoffload.py, _rounds.py). States
+on a tier: `Beside` (torch/_tier_step.py), `Overlap` (deepspeed/_tier_overlap.py)."""

@@ -1,0 +1,93 @@
+"""A step over states on a tier. Subgroups are submitted to an update of the library, which can be taken back.
+
+Before the verdict nothing is final: each error, and each access to the states, takes the steps back. After it the step will be done:
+`complete` ends it, also after a signal handler that raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OwnSuppressed
+from ..optim import Adam
+from ..swap import SwapUpdate
+from ..tiered import Tiered
+from .decision import Decision
+from .round import Round
+
+
+class TierStep(Round[int]):
+    """Base of the steps of an optimizer.
+
+    Args:
+        tiered: Returns its open tier.
+        arrivals: Its gradients.
+
+    Attributes:
+        decision: Whether its steps start during backward."""
+
+    def __init__(self, tiered: Callable[[], Tiered], arrivals: Any):
+        self.decision, self._tiered, self._arrivals = Decision(), tiered, arrivals
+        #: The update that has its verdict or gets it, what gives its weights, and the status of its step.
+        self._decided: tuple[SwapUpdate, Any, list[int]] | None = None
+        super().__init__()
+
+    def fetch(self) -> SwapUpdate:
+        """The open update, or a new one. The library fetches its subgroups, and every part that is submitted has options of its own."""
+        swap = self._tiered().swap
+        update = swap._update
+        if update is not None and update._is_open():
+            return update
+        return swap.begin(Adam(lr=0.0), speculative=True, restore=False)
+
+    def abandon(self) -> None:
+        """Ends the update. Without a verdict its steps are rolled back: the states are those before the step, and what is left of it
+        waits."""
+        self.forget()
+        self._decided = None
+        update = self._tiered().swap._update
+        if update is not None and update._is_open():
+            if update._verdict is None:
+                update.verdict("skip")
+            update.finish()
+        if self.submitted:
+            self.decision.waits = True
+            self.decision.judge(in_vain=True)
+        self.begin()
+
+    def conclude(self, factor: float | None, weights: Any, status: list[int]) -> None:
+        """Makes a step final whose subgroups were all submitted, and waits for its end.
+
+        Args:
+            factor: The factor of the gradients with which all are repeated; None: what was stepped is kept.
+            weights: Its give(subgroup) gives the model the weights of a subgroup once they are final, and its give_all() ends that.
+            status: Receives the status of the step."""
+        update = self.fetch()
+        self._decided = update, weights, status
+        update.verdict("commit") if factor is None else update.verdict("redo", factor)
+        self.complete()
+
+    def complete(self) -> None:
+        """Ends a step that has its verdict. What is left of backward waits."""
+        if self._decided is None or self._decided[0]._verdict is None:
+            return
+        update, weights, status = self._decided
+        if update._is_open():
+            # finish() ends a step that has failed, and raises its error.
+            with OwnSuppressed():
+                for subgroup in update.published():
+                    weights.give(subgroup)
+            update.finish()
+        if update._ended == 0:
+            weights.give_all()
+        if not status and update._ended is not None:
+            status.append(update._ended)
+        self.begin()
+        self.decision.waits = True
+        self._decided = None
+
+    def next(self) -> None:
+        """The next step begins: nothing has arrived."""
+        self.begin()
+        self.decision.waits = False
+        self._arrivals.clear()

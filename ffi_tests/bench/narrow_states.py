@@ -18,6 +18,7 @@ from spillway import torch as own
 BF16 = torch.bfloat16
 NARROW = {"moment_dtype": BF16}
 SPLIT = {**NARROW, "master": "split"}
+CODES = {"moment_dtype": "int8", "moment_rounding": "nearest", "master": "split"}
 RANDOM = {"moment_rounding": "stochastic"}
 
 
@@ -35,9 +36,12 @@ def kinds(params):
         "AdamW, bfloat16 moments": adamw(master="f32", **NARROW),
         "AdamW, bfloat16 moments, split": adamw(**SPLIT),
         "AdamW, random moments, split": adamw(**SPLIT, **RANDOM),
+        "AdamW, 8-bit moments, split": adamw(**CODES),
+        "AdamW, random 8-bit moments, split": adamw(**CODES | RANDOM),
         "offload, float32": offload(),
         "offload, bfloat16 moments": offload(**NARROW),
         "offload, bfloat16 moments, split": offload(**SPLIT),
+        "offload, 8-bit moments, split": offload(**CODES),
     }
 
 

@@ -334,6 +334,24 @@ inline void low_bits_settle(span<const spw_tensor> tensors) {
     check(spw_low_bits_settle(tensors.data(), tensors.size()));
 }
 
+// The values of a moment's 8-bit codes. `scales` has one bf16 for each 32 codes.
+inline void codes_read(spw_moment moment, span<const std::uint8_t> codes, span<const std::uint16_t> scales,
+                       span<float> values) {
+    if (codes.size() != values.size() || scales.size() != (codes.size() + 31) / 32) {
+        throw std::length_error("spillway::codes_read: arrays that do not fit each other");
+    }
+    check(spw_codes_read(moment, codes.data(), scales.data(), codes.size(), values.data()));
+}
+
+// Replaces the 8-bit codes of a moment and their scales by those of `values`.
+inline void codes_write(spw_moment moment, span<const float> values, span<std::uint8_t> codes,
+                        span<std::uint16_t> scales) {
+    if (codes.size() != values.size() || scales.size() != (codes.size() + 31) / 32) {
+        throw std::length_error("spillway::codes_write: arrays that do not fit each other");
+    }
+    check(spw_codes_write(moment, values.data(), values.size(), codes.data(), scales.data()));
+}
+
 // Owner of a C handle.
 template <class T, class Close>
 class object {

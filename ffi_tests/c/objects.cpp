@@ -2,6 +2,7 @@
 // handles that close their object once.
 
 #define SPW_EXPERIMENTAL
+#include <array>
 #include <spillway.hpp>
 
 #include <cmath>
@@ -100,6 +101,20 @@ static void steps() {
     CHECK(low[0] == 0 && low[1] == 0 && low[2] == 0 && low[3] == 0);
     const auto call = spillway::make<spw_ds_adam_call>();
     CHECK(call.grad_scale == 1.0f && call.bias_correction == 1);
+
+    // What codes stand for has the same codes.
+    std::array<float, 33> values{}, back{};
+    values[0] = 1.0f, values[32] = 0.25f;
+    std::array<std::uint8_t, 33> codes{};
+    std::array<std::uint16_t, 2> scales{};
+    const spillway::span<const float> from(values.data(), 33);
+    spillway::codes_write(SPW_MOMENT_SECOND, from, spillway::span(codes.data(), 33), spillway::span(scales.data(), 2));
+    const spillway::span<const std::uint8_t> read(codes.data(), 33);
+    const spillway::span<const std::uint16_t> of(scales.data(), 2);
+    spillway::codes_read(SPW_MOMENT_SECOND, read, of, spillway::span(back.data(), 33));
+    CHECK(codes[0] == 255 && codes[1] == 0 && codes[32] == 255 && back[1] == 0.0f);
+    CHECK(back[0] > 0.99f && back[0] < 1.01f && back[32] > 0.249f && back[32] < 0.253f);
+    CHECK(too_long([&] { spillway::codes_read(SPW_MOMENT_FIRST, read, of, spillway::span(back.data(), 32)); }));
 }
 
 // A recording rolls back bit for bit, and moves with its owner.

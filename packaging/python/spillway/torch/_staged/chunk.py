@@ -1,0 +1,153 @@
+"""Chunks: the states of several parameters, one after another in flat memory, which move together.
+
+A chunk is made of states that exist, so it has the sizes that the optimizer's class has chosen. A state that gets another form, as one that
+grows, makes a new chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import UnsupportedError
+from .._tensors import local
+from .leaves import Leaf, overlap, put_together, take_apart
+
+#: Tensors in a chunk begin at multiples of this: a cache line.
+_ALIGNMENT = 64
+
+
+class Entry(NamedTuple):
+    """The state of a parameter.
+
+    Attributes:
+        param: The parameter.
+        name: Names it in messages.
+        stated: False if the class keeps no state of it.
+        tree: The state without its tensors.
+        leaves: Its tensors' memory.
+        tensors: Its tensors, where they are now; empty in a chunk."""
+
+    param: torch.Tensor
+    name: str
+    stated: bool
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    tensors: Sequence[torch.Tensor] = ()
+
+    @staticmethod
+    def of(param: torch.Tensor, name: str, states: Any) -> Entry:
+        """The present state of a parameter, if `states` has one.
+
+        Raises:
+            UnsupportedError: It shares memory with the parameter, or tensors of it share memory with each other."""
+        if param not in states:
+            return Entry(param, name, False, None, ())
+        tensors: list[torch.Tensor] = []
+        tree = take_apart(states[param], tensors, f"the state of {name}")
+        return Entry(param, name, True, tree, tuple(map(Leaf.of, tensors)), tensors)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the state."""
+        return sum(_up(leaf.size) for leaf in self.leaves)
+
+    @property
+    def weight(self) -> int:
+        """Bytes that count towards a chunk's bound: also of the parameter, of which a step may make copies."""
+        own = local(self.param)
+        return max(self.size, own.numel() * own.element_size())
+
+    def is_beside(self, other: Entry) -> bool:
+        """True if the parameters are on one device, so that one chunk may have their states."""
+        return local(self.param).device == local(other.param).device
+
+    def check_apart(self) -> None:
+        """Raises UnsupportedError if tensors of the state share memory, which a copy of them would not."""
+        others = [local(tensor) for tensor in (self.param, self.param.grad) if tensor is not None]
+        plain = [tensor.detach() for tensor in others if tensor.layout is torch.strided]
+        if overlap([*self.tensors, *plain]):
+            raise UnsupportedError(
+                f"the state of {self.name} has tensors that share memory with each other, with the parameter or with its gradient, so a "
+                "copy of the state would not be one; use the class itself for this parameter"
+            )
+
+    def state(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The state, with these tensors."""
+        return put_together(self.tree, tensors)
+
+
+class Chunk:
+    """States in flat memory, which a home keeps.
+
+    Args:
+        entries: The parameters and their states.
+
+    Attributes:
+        entries: Those, by the parameter.
+        size: Bytes of the memory.
+        kept: What the home knows of the chunk."""
+
+    def __init__(self, entries: Iterable[Entry]):
+        self.entries = {entry.param: entry for entry in entries}
+        self._starts: dict[torch.Tensor, list[int]] = {}
+        at = 0
+        for entry in self.entries.values():
+            ends = accumulate((_up(leaf.size) for leaf in entry.leaves), initial=at)
+            *self._starts[entry.param], at = ends
+        self.size = at
+        self.kept: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters."""
+        return local(next(iter(self.entries))).device
+
+    def views(self, memory: torch.Tensor, param: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a parameter's state in the memory of the chunk."""
+        return [leaf.of_bytes(memory, start) for leaf, start in zip(self.entries[param].leaves, self._starts[param])]
+
+    def keeps(self, entry: Entry) -> bool:
+        """True if the chunk has memory of this form for a state. It takes over the values that are no tensors then."""
+        own = self.entries.get(entry.param)
+        if own is None or own.stated != entry.stated or own.leaves != entry.leaves:
+            return False
+        self.entries[entry.param] = entry._replace(tensors=())
+        return True
+
+    def forget(self, param: torch.Tensor) -> None:
+        """Forgets a state, whose bytes stay unused until the chunk is made again."""
+        del self.entries[param], self._starts[param]
+
+    def starts(self) -> dict[torch.Tensor, list[int]]:
+        """Where the tensors of each parameter begin."""
+        return self._starts
+
+    @staticmethod
+    def placed(entries: Iterable[Entry], starts: Iterable[list[int]], size: int) -> Chunk:
+        """A chunk that was recorded: its entries, their starts, and its size."""
+        made = Chunk(())
+        made.entries = {entry.param: entry for entry in entries}
+        made._starts = dict(zip(made.entries, starts))
+        made.size = size
+        return made
+
+
+def divided(entries: Iterable[Entry], bound: int) -> Iterator[list[Entry]]:
+    """Consecutive entries of at most `bound` bytes, or single ones, each of one device."""
+    found: list[Entry] = []
+    weight = 0
+    for entry in entries:
+        if found and (weight + entry.weight > bound or not entry.is_beside(found[0])):
+            yield found
+            found, weight = [], 0
+        found.append(entry)
+        weight += entry.weight
+    if found:
+        yield found
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

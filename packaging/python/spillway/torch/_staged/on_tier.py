@@ -1,0 +1,439 @@
+"""Chunks on a tier: one extent for each, and extents of parameters, which only commits write.
+
+A commit has the states, the parameters, and what the class has changed in its options and attributes. So a run that is killed begins at its
+last commit with all of these.
+
+Invariants:
+- A chunk with another form gets a new extent. The extent of the last commit stays until the next one.
+- A buffer is used again after the put of it has ended.
+- After a failed transfer every step is refused until rollback() or load_state_dict()."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..._commit import Commit
+from ..._snapshot import Snapshot
+from ..._tier_options import number as whole_number
+from ..._tier_options import payload_of
+from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError
+from ...tier import Tier
+from ...tiered import Prepared, Record, Tiered
+from .._layout import described
+from .._tensors import check_has_memory, lasting, local
+from .._tier_states import TierOptions, check_order, check_parameters
+from . import words
+from .chunk import Chunk
+from .home import Home
+from .lane import host_memory
+from .leaves import Leaf, take_apart
+
+_Result = TypeVar("_Result")
+#: Buffers that are kept: of the chunk that comes, the one that is stepped, and two that leave.
+_BUFFERS = 4
+#: Fields of TierOptions that states of any class have no use for.
+_REFUSED = ("begin_from", "part_elements", "ratio", "speeds")
+
+
+class Extents:
+    """The extents of a tier as the update that a Tiered commits.
+
+    Args:
+        tier: The tier."""
+
+    _user = ""
+
+    def __init__(self, tier: Tier):
+        self._tier = tier
+
+    def _commit(self, step: int, payload: bytes, status: list[int]) -> None:
+        """Commits, and appends the status of the call to `status`."""
+        ended = self._tier._puts_end()
+        self._tier._recorded(status, "spw_tier_commit", step, payload, len(payload))
+        ended()
+
+    def _begin_commit(self, step: int, payload: bytes, commit: Commit) -> Commit:
+        """Begins a commit that continues beside steps."""
+        commit._succeeded = self._tier._puts_end()
+        return commit._begin(self._tier, self._tier, "spw_tier_commit_begin", step, payload)
+
+    def rollback(self) -> None:
+        """Restores the extents of the last commit."""
+        self._tier.rollback()
+
+    def close(self) -> None:
+        """Closes nothing: extents belong to their tier."""
+
+
+class Kept:
+    """The extent of a chunk, and its transfer.
+
+    Attributes:
+        name, number: Those of the extent; None: the chunk has no bytes.
+        coming: The buffer that a get fills, and its ticket.
+        leaving: The ticket of a put."""
+
+    def __init__(self, name: str | None, number: int):
+        self.name, self.number = name, number
+        self.coming: tuple[torch.Tensor, int] | None = None
+        self.leaving: int | None = None
+
+
+class Trained(NamedTuple):
+    """All parameters of an optimizer.
+
+    Attributes:
+        params, names: Those, and their names in messages.
+        given: Their names in the groups; None for one without."""
+
+    params: list[torch.Tensor]
+    names: list[str]
+    given: list[str | None]
+
+
+class Weights(NamedTuple):
+    """Parameters in an extent.
+
+    Attributes:
+        name: That of the extent.
+        numbers: Those of the parameters."""
+
+    name: str
+    numbers: list[int]
+
+
+class OnTier(Home):
+    """Chunks on a tier.
+
+    Args:
+        given: The `tier` argument.
+        kind: The name of the class whose states these are.
+        trained: Returns the present parameters.
+        bound: Bytes of a chunk.
+
+    Attributes:
+        tiered: The open tier.
+        count: Number of steps.
+
+    Raises:
+        InvalidArgumentError: The tier holds states of other parameters, or of another class."""
+
+    def __init__(self, given: Any, kind: str, trained: Callable[[], Trained], bound: int):
+        options = TierOptions.of(given)
+        for field in _REFUSED:
+            if getattr(options, field) is not None:
+                raise UnsupportedError(f"Staged: {field} of TierOptions is for the optimizers of spillway.torch; leave it out")
+        self.count, self._kind, self._bound = 0, kind, bound
+        self._trained = trained
+        #: The numbers of the extents of parameters, by their names.
+        self._weights_known: dict[str, int] = {}
+        self._asked = [path.directory for path in options.paths]
+        self._free: list[torch.Tensor] = []
+        #: Puts in flight: the ticket, and the buffer.
+        self._busy: deque[tuple[int, torch.Tensor]] = deque()
+        self._bytes = self._largest = self._serial = 0
+        self._failed = False
+        self.tiered = Tiered(
+            "Staged",
+            "staged",
+            options.place(),
+            "pass another job to TierOptions, and load a checkpoint",
+            "the tier holds states that no Staged has committed; pass other paths or another job",
+            self._opened,
+        )
+        self.directory = options.state_dicts or self.tiered.directory
+
+    def _opened(self, tier: Tier, committed: Record | None) -> Extents:
+        if committed is not None:
+            self._check(committed.facts, "the tier")
+        return Extents(tier)
+
+    def _check(self, facts: dict[str, Any], where: str) -> None:
+        if facts["class"] != self._kind:
+            raise InvalidArgumentError(
+                f"Staged: {where} was committed with states of {facts['class']}, and the class is {self._kind}; pass that class, or another "
+                "job for this one"
+            )
+        params, names, given = self._trained()
+        check_parameters(facts, params, names)
+        check_order(facts, given, names, where)
+
+    def facts(self) -> dict[str, Any]:
+        """As of the base."""
+        return {"tier": self._asked, **({"closed": True} if self.tiered.closed else {})}
+
+    # What the flow asks for.
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), a step, once all processes have made theirs."""
+        self.check()
+
+        def counted() -> _Result:
+            found = self._watched(work)
+            self.count += 1
+            return found
+
+        return self.tiered.step(counted, lambda: self.count)
+
+    def check(self) -> None:
+        """Raises an error if the states are not those of one step, or another process has other ones."""
+        self.tiered.check()
+        if self._failed:
+            raise OutOfOrderError(
+                "Staged: a transfer of the tier failed, so states and parameters may be of two steps; call rollback(), which returns to "
+                "the last commit, or load_state_dict()"
+            )
+
+    def whole(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), which replaces all states. If it does not end, other calls are refused until another one has."""
+        self.tiered.check(also_mixed=True)
+        found = self.tiered.whole(lambda: self._watched(work))
+        self._failed = False
+        return found
+
+    def _watched(self, work: Callable[[], _Result]) -> _Result:
+        try:
+            return work()
+        except SpillwayError as error:
+            # Refusals of arguments come before a transfer.
+            self._failed = self._failed or not isinstance(error, (InvalidArgumentError, UnsupportedError))
+            raise
+
+    def begin(self, chunk: Chunk) -> None:
+        """Starts to read a chunk."""
+        kept: Kept = chunk.kept
+        if kept.name is None or kept.coming is not None:
+            return
+        self._wait_for(kept)
+        buffer = self._take(chunk)
+        try:
+            kept.coming = buffer, self.tiered.tier.get(kept.number, [buffer[: chunk.size]])
+        except BaseException:
+            self._free.append(buffer)
+            raise
+
+    def memory(self, chunk: Chunk) -> torch.Tensor:
+        """The buffer with the states of a chunk."""
+        kept: Kept = chunk.kept
+        if kept.coming is None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        (buffer, ticket), kept.coming = kept.coming, None
+        try:
+            self.tiered.tier.wait(ticket)
+        except BaseException:
+            # The library may still write to the buffer.
+            self._bytes -= len(buffer)
+            raise
+        return buffer
+
+    def blank(self, chunk: Chunk) -> torch.Tensor:
+        """A buffer for the states of a new chunk."""
+        return self._take(chunk) if chunk.size else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def keep(self, chunk: Chunk, memory: torch.Tensor) -> None:
+        """Starts to write a chunk."""
+        self.tiered.changes()
+        if chunk.kept is None:
+            name = None
+            if chunk.size:
+                self._serial += 1
+                name = f"chunk-{self._serial:08}"
+            chunk.kept = Kept(name, -1 if name is None else self.tiered.tier.define(name, [chunk.size]))
+        if chunk.size:
+            ticket = chunk.kept.leaving = self.tiered.tier.put(chunk.kept.number, [memory[: chunk.size]])
+            self._busy.append((ticket, memory))
+
+    def release(self, memory: torch.Tensor) -> None:
+        """The buffer is free."""
+        if len(memory):
+            self._free.append(memory)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Removes the extent of a chunk."""
+        kept, chunk.kept = chunk.kept, None
+        if kept is not None and kept.name is not None:
+            self._end_get(kept)
+            self._wait_for(kept)
+            self.tiered.changes()
+            self.tiered.tier.remove(kept.number)
+
+    def host_bytes(self, chunks: list[Chunk]) -> int:
+        """Bytes of all buffers."""
+        return self._bytes
+
+    def _take(self, chunk: Chunk) -> torch.Tensor:
+        """A buffer for a chunk: a free one, one whose put has ended, or a new one."""
+        self._largest = max(self._largest, chunk.size)
+        while True:
+            for number, buffer in enumerate(self._free):
+                if len(buffer) >= chunk.size:
+                    return self._free.pop(number)
+            # Those that are free are too small.
+            self._bytes -= sum(map(len, self._free))
+            self._free = []
+            if not self._busy or self._bytes + self._largest <= _BUFFERS * self._largest:
+                self._bytes += self._largest
+                return host_memory(self._largest, next(iter(chunk.entries)))
+            self._end_put()
+
+    def _end_put(self) -> None:
+        """Waits for the oldest put."""
+        ticket, buffer = self._busy.popleft()
+        try:
+            self.tiered.tier.wait(ticket)
+        except BaseException:
+            self._bytes -= len(buffer)
+            raise
+        self._free.append(buffer)
+
+    def _wait_for(self, kept: Kept) -> None:
+        """Waits for the put of an extent, which are in their order."""
+        while kept.leaving is not None and any(ticket == kept.leaving for ticket, _ in self._busy):
+            self._end_put()
+        kept.leaving = None
+
+    def _end_get(self, kept: Kept) -> None:
+        if kept.coming is not None:
+            (buffer, ticket), kept.coming = kept.coming, None
+            self.tiered.tier.wait(ticket)
+            self._free.append(buffer)
+
+    def rest(self, chunks: Sequence[Chunk]) -> None:
+        """Ends all transfers of these chunks, without their errors."""
+        for chunk in chunks:
+            if chunk.kept is not None:
+                with suppress(SpillwayError):
+                    self._end_get(chunk.kept)
+                chunk.kept.coming = chunk.kept.leaving = None
+        while self._busy:
+            with suppress(SpillwayError):
+                self._end_put()
+
+    # Commits.
+
+    @lasting
+    def commit(
+        self, chunks: Sequence[Chunk], learned: dict[str, Any], step: int | None, payload: bytes, wait: bool
+    ) -> Commit | None:
+        """Makes states and parameters durable. `learned`: what the class has changed in its options and attributes."""
+
+        def prepared() -> Prepared:
+            self.check()
+            facts = self._facts(chunks, learned)
+            self._watched(lambda: self._write_weights(facts["weights"]))
+            return Prepared(whole_number(self.count if step is None else step, "step"), self.count, facts, payload_of(payload))
+
+        return self.tiered.commit(prepared, wait)
+
+    def _facts(self, chunks: Sequence[Chunk], learned: dict[str, Any]) -> dict[str, Any]:
+        params, _, given = self._trained()
+        numbers = {param: number for number, param in enumerate(params)}
+        return {
+            "class": self._kind,
+            "parameters": [*map(described, params)],
+            "names": given,
+            "stateless": [],
+            "count": self.count,
+            "serial": self._serial,
+            "chunks": [[chunk.kept.name, chunk.size, words.written(chunk, numbers)] for chunk in chunks],
+            "weights": [[*weights] for weights in self._weights(params)],
+            "learned": learned,
+        }
+
+    def _weights(self, params: Sequence[torch.Tensor]) -> list[Weights]:
+        """The parameters that are trained, in parts of about the bytes of a chunk."""
+        found: list[list[int]] = []
+        size = 0
+        for number, param in enumerate(params):
+            own = local(param).numel() * param.element_size()
+            if not (param.requires_grad and own):
+                continue
+            if not found or size + own > self._bound:
+                found.append([])
+                size = 0
+            found[-1].append(number)
+            size += own
+        # An extent has one size: other parameters are another extent.
+        return [Weights(f"weights-{numbers[0]:08}-{numbers[-1]:08}-{len(numbers)}", numbers) for numbers in found]
+
+    def _write_weights(self, weights: Sequence[Sequence[Any]]) -> None:
+        tier = self.tiered.tier
+        for name in self._weights_known.keys() - {name for name, _ in weights}:
+            tier.remove(self._weights_known.pop(name))
+        last: int | None = None
+        for name, numbers in weights:
+            parts = self._parts_of(numbers)
+            extent, arrays = tier.define(name, [leaf.size for leaf, _ in parts]), []
+            self._weights_known[name] = extent
+            for leaf, tensor in parts:
+                host = torch.empty(leaf.size, dtype=torch.uint8, device="cpu")
+                leaf.of_bytes(host, 0).copy_(tensor)
+                arrays.append(host)
+            # One part is written while the next one is copied.
+            if last is not None:
+                tier.wait(last)
+            last = tier.put(extent, arrays)
+        if last is not None:
+            tier.wait(last)
+
+    def _parts_of(self, numbers: Sequence[int]) -> list[tuple[Leaf, torch.Tensor]]:
+        """The plain tensors of these parameters, and their memory."""
+        params, names, _ = self._trained()
+        found = []
+        for number in numbers:
+            check_has_memory(local(params[number]), names[number])
+            tensors: list[torch.Tensor] = []
+            take_apart(params[number].detach(), tensors, names[number])
+            found += [(leaf, tensor) for tensor in tensors if (leaf := Leaf.of(tensor)).size]
+        return found
+
+    @lasting
+    def resumed(self, committed: Record) -> tuple[list[Chunk], dict[str, Any]]:
+        """Gives the parameters their values of a commit. Returns its chunks, and what the class had changed in its options and
+        attributes."""
+        facts, tier = committed.facts, self.tiered.tier
+        self._weights_known = {}
+        for name, numbers in facts["weights"]:
+            parts = self._parts_of(numbers)
+            self._weights_known[name] = extent = tier.define(name, [leaf.size for leaf, _ in parts])
+            arrays = [torch.empty(leaf.size, dtype=torch.uint8, device="cpu") for leaf, _ in parts]
+            tier.wait(tier.get(extent, arrays))
+            for (leaf, tensor), host in zip(parts, arrays):
+                tensor.copy_(leaf.of_bytes(host, 0))
+        params, names, _ = self._trained()
+        found = []
+        for name, size, entries in facts["chunks"]:
+            chunk = words.read(entries, size, params, names)
+            chunk.kept = Kept(name, -1 if name is None else tier.define(name, [size]))
+            found.append(chunk)
+        self.count, self._serial = facts["count"], max(self._serial, facts["serial"])
+        return found, facts["learned"]
+
+    def rollback(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], dict[str, Any]]:
+        """Returns to the last commit, as resumed()."""
+        self.tiered.finish()
+        self.tiered.check(also_mixed=True)
+        committed = self.tiered.committed
+        if committed is None:
+            raise InvalidArgumentError("Staged.rollback: nothing was committed to the tier; construct the optimizer again")
+        self._check(committed.facts, "the last commit")
+
+        def back() -> tuple[list[Chunk], dict[str, Any]]:
+            self.rest(chunks)
+            self.tiered.rollback()
+            return self.resumed(committed)
+
+        return self.whole(back)
+
+    def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
+        """Starts to write the last commit to a directory."""
+        return self.tiered.snapshot(directory, bytes_per_second, keep)
+
+    def close(self) -> None:
+        """Closes the tier; states since the last commit are lost."""
+        self.tiered.close()

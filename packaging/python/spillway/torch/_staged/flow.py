@@ -141,7 +141,8 @@ class Flow:
         self._leave(job)
         job.tensors = [tensor for entry in entries for tensor in entry.tensors]
         self._enter(job, job.tensors)
-        if all([job.chunk.keeps(entry) for entry in entries]):
+        kept = [job.chunk.keeps(entry) for entry in entries]
+        if all(kept):
             hosts = [view for param in job.params for view in job.chunk.views(job.memory, param)]
             job.event = job.lane.flush(hosts, job.tensors)
             return

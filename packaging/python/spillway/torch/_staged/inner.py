@@ -16,6 +16,8 @@ from ...errors import InvalidArgumentError, UnsupportedError
 
 #: Attributes that are no settings of a class.
 _OWN = ("param_groups", "state", "grad_scale", "found_inf")
+#: In the place of an item that a dictionary lacks.
+_ABSENT = object()
 _CURE = "so it needs all parameters in one step; use the class itself"
 
 
@@ -28,8 +30,6 @@ class Inner:
 
     Attributes:
         optimizer: The object.
-        learned: The attributes that its steps have changed.
-        learned_options: The options of each group that its steps have changed.
 
     Raises:
         InvalidArgumentError: It is no optimizer's class.
@@ -41,9 +41,7 @@ class Inner:
         if issubclass(kind, torch.optim.LBFGS):
             raise UnsupportedError(f"Staged: {kind.__name__} joins all parameters to one vector, {_CURE}")
         self.optimizer = kind(params, **options)
-        self.learned: dict[str, Any] = {}
-        self.learned_options: dict[int, dict[str, Any]] = {}
-        #: The values of these before the first step that has changed them.
+        #: The attributes, and the options of each group, that steps have changed: their values before the first one that did.
         self._first: dict[str, Any] = {}
         self._first_options: dict[int, dict[str, Any]] = {}
         self._check_attributes()
@@ -61,7 +59,9 @@ class Inner:
             if name not in _OWN and any(id(item) in known for item in items):
                 raise UnsupportedError(f"Staged: {self.name} keeps parameters in its attribute {name!r}, {_CURE}")
         if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
-            raise UnsupportedError(f"Staged: {self.name} registers hooks of its own step, which Staged would not call; use the class itself")
+            raise UnsupportedError(
+                f"Staged: {self.name} registers hooks of its own step, which Staged would not call; use the class itself"
+            )
 
     def with_groups(self, groups: list[dict[str, Any]], states: dict[Any, Any], work: Callable[[], Any]) -> Any:
         """Returns work(), while the object has other groups and states."""
@@ -85,21 +85,33 @@ class Inner:
 
     def learn(self, groups: list[dict[str, Any]], attributes: dict[str, Any], options: dict[int, dict[str, Any]]) -> None:
         """Takes over what a step has changed in the attributes of the object and in the options of groups."""
+        own = vars(self.optimizer)
         for name, value in attributes.items():
-            if name not in self.learned:
-                self._first[name] = vars(self.optimizer).get(name)
-            self.learned[name] = vars(self.optimizer)[name] = value
+            self._first.setdefault(name, own.get(name, _ABSENT))
+            own[name] = value
         for number, changed in options.items():
-            own = self.learned_options.setdefault(number, {})
+            first = self._first_options.setdefault(number, {})
             for key, value in changed.items():
-                if key not in own:
-                    self._first_options.setdefault(number, {})[key] = groups[number].get(key)
-                own[key] = groups[number][key] = value
+                first.setdefault(key, groups[number].get(key, _ABSENT))
+                groups[number][key] = value
 
-    def relearn(self, groups: list[dict[str, Any]], attributes: dict[str, Any], options: dict[int, dict[str, Any]]) -> None:
-        """Returns to what the steps had changed at another time."""
-        self.learn(groups, {**self._first, **attributes}, {number: {**own, **options.get(number, {})} for number, own in self._first_options.items()})
-        self.learn(groups, {}, options)
+    def learned(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The present values of what steps have changed, for relearn()."""
+        own = vars(self.optimizer)
+        options = {
+            number: {key: groups[number][key] for key in first if key in groups[number]}
+            for number, first in self._first_options.items()
+            if number < len(groups)
+        }
+        return {"attributes": {name: own[name] for name in self._first if name in own}, "options": options}
+
+    def relearn(self, groups: list[dict[str, Any]], learned: dict[str, Any]) -> None:
+        """Returns to what steps had changed at another time."""
+        _put(vars(self.optimizer), self._first)
+        for number, first in self._first_options.items():
+            if number < len(groups):
+                _put(groups[number], first)
+        self.learn(groups, learned["attributes"], learned["options"])
 
     def load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
         """Groups and states after the class has loaded a state dict to these groups."""
@@ -164,7 +176,9 @@ class Turn:
         name = self._inner.name
         changed = _changed(self._before, after)
         if self._attributes is not None and (differs := _differing(self._attributes, changed)):
-            raise UnsupportedError(f"Staged: the step of {name} changes its attribute {differs!r} otherwise for each part of the parameters, {_CURE}")
+            raise UnsupportedError(
+                f"Staged: the step of {name} changes its attribute {differs!r} otherwise for each part of the parameters, {_CURE}"
+            )
         self._attributes = changed
         for number, part in parts.items():
             if _versions(part) != versions[number]:
@@ -172,13 +186,21 @@ class Turn:
             changed = _changed(self._groups[number], {**part, "params": self._groups[number]["params"], **_names(self._groups[number])})
             if number in self._options and (differs := _differing(self._options[number], changed)):
                 raise UnsupportedError(
-                    f"Staged: the step of {name} changes the option {differs!r} of a group otherwise for each part of the parameters, {_CURE}"
+                    f"Staged: the step of {name} changes the option {differs!r} of a group otherwise for each part of them, {_CURE}"
                 )
             self._options[number] = changed
 
     def end(self) -> None:
         """Takes over what the step has changed in the attributes of the object and in the groups' options."""
         self._inner.learn(self._groups, self._attributes or {}, self._options)
+
+
+def _put(into: dict[str, Any], items: dict[str, Any]) -> None:
+    for key, value in items.items():
+        if value is _ABSENT:
+            into.pop(key, None)
+        else:
+            into[key] = value
 
 
 def _part(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:

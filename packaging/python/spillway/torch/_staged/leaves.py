@@ -1,8 +1,9 @@
 """The tensors of a state, and the state without them.
 
 A state is what an optimizer's class keeps of a parameter: a dictionary of tensors, numbers, None and collections of these. `take_apart` has
-its tensors, the leaves, in a list; the tree that remains has their numbers. `put_together` makes the state again of the tree and of other
-tensors. Tensors of classes that torch calls traceable, such as DTensor and torchao's 8-bit states, are taken apart into their inner tensors.
+its tensors, the leaves, in a list; the tree that remains has their numbers. `put_together` makes the state again of the tree and of
+other tensors. Tensors of classes that torch calls traceable, such as DTensor and torchao's 8-bit states, are taken apart
+into their inner tensors.
 A tensor that is in a state twice is one leaf."""
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -132,7 +133,7 @@ class OnTier(Home):
         self._trained = trained
         #: The numbers of the extents of parameters, by their names.
         self._weights_known: dict[str, int] = {}
-        self._asked = [path.directory for path in options.paths]
+        self._asked = [path.directory and os.fspath(path.directory) for path in options.paths]
         self._free: list[torch.Tensor] = []
         #: Puts in flight: the ticket, and the buffer.
         self._busy: deque[tuple[int, torch.Tensor]] = deque()
@@ -156,8 +157,8 @@ class OnTier(Home):
     def _check(self, facts: dict[str, Any], where: str) -> None:
         if facts["class"] != self._kind:
             raise InvalidArgumentError(
-                f"Staged: {where} was committed with states of {facts['class']}, and the class is {self._kind}; pass that class, or another "
-                "job for this one"
+                f"Staged: {where} was committed with states of {facts['class']}, and the class is {self._kind}; pass that class, "
+                "or another job for this one"
             )
         params, names, given = self._trained()
         check_parameters(facts, params, names)
@@ -317,9 +318,7 @@ class OnTier(Home):
     # Commits.
 
     @lasting
-    def commit(
-        self, chunks: Sequence[Chunk], learned: dict[str, Any], step: int | None, payload: bytes, wait: bool
-    ) -> Commit | None:
+    def commit(self, chunks: Sequence[Chunk], learned: dict[str, Any], step: int | None, payload: bytes, wait: bool) -> Commit | None:
         """Makes states and parameters durable. `learned`: what the class has changed in its options and attributes."""
 
         def prepared() -> Prepared:

@@ -108,13 +108,7 @@ class Staged(torch.optim.Optimizer):
 
     @lasting
     def __init__(
-        self,
-        cls: type[torch.optim.Optimizer],
-        params: ParamsT,
-        *,
-        chunk_bytes: int = 64 << 20,
-        tier: Any = None,
-        **options: Any,
+        self, cls: type[torch.optim.Optimizer], params: ParamsT, *, chunk_bytes: int = 64 << 20, tier: Any = None, **options: Any
     ) -> None:
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise InvalidArgumentError(f"Staged: chunk_bytes is {chunk_bytes!r}; pass a whole number of bytes from 1 on")
@@ -122,7 +116,8 @@ class Staged(torch.optim.Optimizer):
         super().__init__(inner.optimizer.param_groups, inner.optimizer.defaults)
         self.state, inner.optimizer.state = inner.optimizer.state, type(inner.optimizer.state)(dict)
         inner.optimizer.param_groups = self.param_groups
-        self._inner, self._given, self._chunk_bytes = inner, Given(), chunk_bytes
+        self._inner, self._chunk_bytes = inner, chunk_bytes
+        self._given = Given() if tier is not None else Given("", "")
         #: The names of parameters in messages, by their ids.
         self._names: dict[int, str] = {}
         self._check_groups()
@@ -149,7 +144,7 @@ class Staged(torch.optim.Optimizer):
     def _take(self, chunks: list[Chunk], learned: dict[str, Any]) -> None:
         """Has the chunks of a commit, and what the class had changed then."""
         self._flow.chunks = chunks
-        self._inner.relearn(self.param_groups, learned["attributes"], learned["options"])
+        self._inner.relearn(self.param_groups, learned)
         self.state.clear()
         self._note_states()
 
@@ -187,7 +182,7 @@ class Staged(torch.optim.Optimizer):
     def _step_once(self) -> None:
         self._check_groups()
         self._adopt()
-        scaler = {name: self.__dict__[name] for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        scaler: dict[str, Any] = {name: self.__dict__[name] for name in ("grad_scale", "found_inf") if name in self.__dict__}
         turn = self._inner.turn(self.param_groups, scaler)
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         try:
@@ -214,7 +209,9 @@ class Staged(torch.optim.Optimizer):
             for param, state in given.items():
                 if param not in known or not isinstance(state, dict):
                     what = "a key that is no parameter of the groups" if param not in known else f"{state!r} for {self._name_of(param)}"
-                    raise InvalidArgumentError(f"Staged: optimizer.state has {what}; set a dict with the states of a parameter, or delete it")
+                    raise InvalidArgumentError(
+                        f"Staged: optimizer.state has {what}; set a dict with the states of a parameter, or delete it"
+                    )
             self._flow.place(Entry.of(param, self._name_of(param), given) for param in given)
             self._note_states()
 
@@ -379,8 +376,7 @@ class Staged(torch.optim.Optimizer):
         home = self._on_tier("commit")
         self._given.check()
         self._adopt()
-        learned = {"attributes": self._inner.learned, "options": self._inner.learned_options}
-        return home.commit(self._flow.chunks, learned, step, payload, wait)
+        return home.commit(self._flow.chunks, self._inner.learned(self.param_groups), step, payload, wait)
 
     def rollback(self) -> None:
         """Returns states and parameters to the last commit, also after a step that failed. Learning rates and other options stay, except
@@ -433,4 +429,6 @@ class Staged(torch.optim.Optimizer):
         return "\n".join([head, *(f"    {name}: {value}" for name, value in told.items()), rest])
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise TypeError("a Staged cannot be copied or pickled, because its states are not in it; save its state_dict(), and load it to another")
+        raise TypeError(
+            "a Staged cannot be copied or pickled, because its states are not in it; save its state_dict(), and load it to another"
+        )

@@ -36,13 +36,7 @@ def written(chunk: Chunk, numbers: dict[torch.Tensor, int]) -> list[Any]:
     Raises:
         UnsupportedError: A tensor's class, or its placement, cannot be recorded."""
     return [
-        [
-            numbers[param],
-            entry.stated,
-            _tree_in_words(entry.tree, entry),
-            [_leaf_in_words(leaf, param) for leaf in entry.leaves],
-            starts,
-        ]
+        [numbers[param], entry.stated, _tree_in_words(entry.tree, entry), [_leaf_in_words(leaf, param) for leaf in entry.leaves], starts]
         for (param, entry), starts in zip(chunk.entries.items(), chunk.starts().values())
     ]
 
@@ -81,11 +75,19 @@ def _tree_in_words(tree: Any, entry: Entry) -> Any:
         if isinstance(tree.kind, type) and issubclass(tree.kind, DTensor) or tree.kind is Placed:
             return ["placed", _part_in_words(tree, entry)]
         parts = {name: _tree_in_words(part, entry) for name, part in tree.parts.items()}
-        return ["wrapped", tree.kind.__module__, tree.kind.__qualname__, parts, _plain(tree.context, entry), list(tree.shape), list(tree.stride)]
+        return [
+            "wrapped",
+            tree.kind.__module__,
+            tree.kind.__qualname__,
+            parts,
+            _plain(tree.context, entry),
+            list(tree.shape),
+            list(tree.stride),
+        ]
     if isinstance(tree, Collected):
         if tree.kind not in _NAMES:
             raise UnsupportedError(
-                f"the state of {entry.name} has a {tree.kind.__qualname__}, which a commit cannot record; pass no tier, or use the class itself"
+                f"the state of {entry.name} has a {tree.kind.__qualname__}, which no commit records; pass no tier, or use the class itself"
             )
         return [_NAMES[tree.kind], tree.keys, [_tree_in_words(item, entry) for item in tree.items]]
     return ["value", _plain(tree, entry)]
@@ -109,8 +111,8 @@ def _part_in_words(tree: Wrapped, entry: Entry) -> Any:
         whole = put_together(tree, shaped)
         if apart(entry.param, whole) or whole.shape != entry.param.shape:
             raise UnsupportedError(
-                f"the state of {entry.name} has a DTensor of shape {tuple(whole.shape)} that is not placed as the parameter is, which a commit "
-                "cannot record; pass no tier, or use the class itself"
+                f"the state of {entry.name} has a DTensor of shape {tuple(whole.shape)} that is not placed as the parameter is, "
+                "which no commit records; pass no tier, or use the class itself"
             )
     return _tree_in_words(next(iter(tree.parts.values())), entry)
 

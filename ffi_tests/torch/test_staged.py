@@ -1,0 +1,318 @@
+"""spillway.torch.Staged in host memory: the bits, state dicts and ways of the class itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from staged_runs import LateLane, Soap, gradients, parameters, same
+from torch import optim
+
+from spillway import InvalidArgumentError, UnsupportedError
+from spillway.torch import Staged
+
+TWO = [(16, 24), (8, 16), (12, 12)]
+#: Classes with their options and the shapes of parameters.
+CLASSES = {
+    "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "plain sgd": (optim.SGD, {"lr": 0.1}),
+    "nadam": (optim.NAdam, {"weight_decay": 0.1}),
+    "fused": (optim.AdamW, {"fused": True}),
+    "amsgrad": (optim.Adam, {"amsgrad": True, "foreach": True}),
+    "adagrad": (optim.Adagrad, {}),
+    "adafactor": (optim.Adafactor, {}),
+    "rprop": (optim.Rprop, {}),
+    "soap": (Soap, {}),
+}
+if hasattr(optim, "Muon"):
+    CLASSES["muon"] = (optim.Muon, {"lr": 1e-2})
+BOUNDS = (1, 9000, 1 << 20)
+
+
+def both(name, bound, **more):
+    """The class and Staged of it, each with its parameters."""
+    kind, options = CLASSES[name]
+    shapes = {"shapes": TWO} if name == "muon" else {}
+    ones, others = parameters(**shapes), parameters(**shapes)
+    return ones, kind(ones, **options), others, Staged(kind, others, chunk_bytes=bound, **options, **more)
+
+
+@pytest.fixture
+def lane(monkeypatch):
+    """A stand-in for a device, with copies that end late."""
+    made = LateLane()
+    monkeypatch.setattr("spillway.torch._staged.flow.lane_of", lambda device: made)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_200_steps_have_the_bits_of_the_class(name):
+    ones, theirs, others, ours = both(name, 9000)
+    for step in range(200):
+        # Parameters without a gradient in some steps, and one that gets its first one late.
+        without = {2} if step % 5 == 3 else {1} if step < 4 else set()
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step, without)
+            optimizer.step()
+        assert same(ones, others), step
+    assert same(theirs.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_late_copies_have_the_bits_of_the_class(name, bound, lane):
+    ones, theirs, others, ours = both(name, bound)
+    for step in range(12):
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step, {2} if step % 5 == 3 else set())
+            optimizer.step()
+        assert same(ones, others), step
+    assert same(theirs.state_dict(), ours.state_dict())
+
+
+def test_the_device_holds_two_chunks_and_the_host_waits_once_for_each(lane):
+    params = parameters(shapes=[(50, 40)] * 8)
+    # Two states of 8,000 bytes, and a step count, of each parameter: two of them are a chunk.
+    optimizer = Staged(optim.AdamW, params, chunk_bytes=2 * 16_192, foreach=True)
+    for step in range(3):
+        lane.log.clear()
+        gradients(params, step)
+        optimizer.step()
+    memory, sizes = optimizer.memory(), 2 * 2 * 8000
+    assert memory.chunks == 4 and memory.states == 8 * 16_004 == memory.host - 8 * 60
+    assert sizes < lane.most <= 2 * memory.largest and memory.largest == 2 * 16_064
+    assert sizes < memory.device <= 2 * memory.largest
+    assert lane.log.count("wait") == lane.log.count("fetch") == 4
+    # The first chunk leaves, and the second one comes before the host waits for the first.
+    assert lane.log[:7] == ["fetch", "arrive", "flush", "fetch", "arrive", "flush", "wait"]
+
+
+def test_state_dicts_load_in_both_directions():
+    for name in CLASSES:
+        ones, theirs, others, ours = both(name, 9000)
+        for step in range(6):
+            gradients(ones, step)
+            theirs.step()
+        with torch.no_grad():
+            for one, other in zip(ones, others, strict=True):
+                other.copy_(one)
+        ours.load_state_dict(theirs.state_dict())
+        assert same(theirs.state_dict(), ours.state_dict()), name
+        for step in range(6, 9):
+            for params, optimizer in ((ones, theirs), (others, ours)):
+                gradients(params, step)
+                optimizer.step()
+        assert same(ones, others), name
+        back, fresh = both(name, 1)[:2]
+        with torch.no_grad():
+            for one, other in zip(others, back, strict=True):
+                other.copy_(one)
+        # The class takes over the tensors, and writes to them.
+        fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
+        for params, optimizer in ((back, fresh), (others, ours)):
+            gradients(params, 20)
+            optimizer.step()
+        assert same(back, others) and same(fresh.state_dict(), ours.state_dict()), name
+
+
+def test_a_state_dict_that_the_class_refuses_changes_nothing():
+    ones, theirs, others, ours = both("sgd", 1)
+    for params, optimizer in ((ones, theirs), (others, ours)):
+        gradients(params, 0)
+        optimizer.step()
+    before, groups = ours.state_dict(), copy.deepcopy(ours.param_groups)
+    broken = theirs.state_dict()
+    broken["param_groups"][0]["lr"] = 5.0
+    broken["state"][4] = {"momentum_buffer": torch.zeros(33).to_sparse()}
+    with pytest.raises(UnsupportedError, match=r"\['params'\]\[4\].*no plain memory"):
+        ours.load_state_dict(broken)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        ours.load_state_dict({"state": {}, "param_groups": [{**broken["param_groups"][0], "params": [0]}]})
+    with pytest.raises(InvalidArgumentError, match="state of 77, which none of its groups names"):
+        ours.load_state_dict({**theirs.state_dict(), "state": {77: {}}})
+    assert same(ours.state_dict(), before) and same(ours.param_groups, groups)
+
+
+def test_groups_schedules_closures_and_hooks_are_those_of_a_torch_optimizer():
+    runs = []
+    for staged in (False, True):
+        params, calls = parameters(), []
+        groups = [{"params": params[:2], "lr": 0.05}, {"params": params[2:4]}]
+        optimizer = Staged(optim.NAdam, groups, chunk_bytes=9000, lr=0.01) if staged else optim.NAdam(groups, lr=0.01)
+        schedule = optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.02], total_steps=30)
+        optimizer.register_step_pre_hook(lambda own, args, kwargs, calls=calls: calls.append(type(own).__name__[:0] + "pre"))
+        optimizer.register_step_post_hook(lambda own, args, kwargs, calls=calls: calls.append("post"))
+        losses = []
+        for step in range(10):
+            if step == 4:
+                optimizer.add_param_group({"params": params[4:], "weight_decay": 0.3, "initial_lr": 0.01, "max_lr": 0.02, "min_lr": 1e-5})
+                schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            if step == 7:
+                optimizer.param_groups[1]["betas"] = (0.8, 0.9)
+                params[0].requires_grad_(False)
+
+            def closure(params=params, step=step, optimizer=optimizer):
+                optimizer.zero_grad()
+                assert torch.is_grad_enabled()
+                gradients(params, step, {0} if step >= 7 else set())
+                return sum(param.sum() for param in params)
+
+            losses.append(optimizer.step(closure).detach())
+            schedule.step()
+        runs.append((params, losses, calls, optimizer.state_dict(), [group["lr"] for group in optimizer.param_groups]))
+    assert same(runs[0], runs[1]) and runs[1][2] == ["pre", "post"] * 10
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_scales_and_skips_as_with_the_class(fused):
+    runs = []
+    for staged in (False, True):
+        params = parameters()
+        optimizer = Staged(optim.AdamW, params, chunk_bytes=9000, fused=fused) if staged else optim.AdamW(params, fused=fused)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2), []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = sum(((param + step) ** 2).sum() for param in params)
+            if step == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        runs.append((params, scales, optimizer.state_dict()))
+    assert same(runs[0], runs[1]) and runs[1][1][3] < runs[1][1][2]
+
+
+def test_options_and_attributes_that_the_class_counts_in_count_once_a_step():
+    ones, theirs, others, ours = both("soap", 1)
+    for step in range(5):
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step)
+            optimizer.step()
+    assert ours.memory().chunks > 3
+    assert ours.param_groups[0]["calls"] == theirs.param_groups[0]["calls"] == ours._inner.optimizer.steps == theirs.steps == 5
+
+
+def test_a_state_may_be_deleted_and_given():
+    ones, theirs, others, ours = both("nadam", 1 << 20)
+    for step in range(6):
+        given = copy.deepcopy(theirs.state[ones[0]]) if step == 3 else {}
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step)
+            if step == 2:
+                del optimizer.state[params[1]]
+            if step == 3:
+                optimizer.state[params[0]] = {**copy.deepcopy(given), "step": torch.tensor(9.0)}
+            if step == 4:
+                optimizer.state.clear()
+            optimizer.step()
+        assert same(ones, others), step
+    assert same(theirs.state_dict(), ours.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"state_dict\(\)"):
+        ours.state[others[0]]["exp_avg"]
+    assert "exp_avg" in ours.state[others[0]] and len(ours.state) == len(others)
+    ours.state["other"] = {}
+    with pytest.raises(InvalidArgumentError, match="no parameter of the groups"):
+        ours.step()
+
+
+def test_states_with_other_strides_and_dtypes_keep_them():
+    runs = []
+    for staged in (False, True):
+        params = [
+            torch.nn.Parameter(torch.randn(4, 3, 5, 6, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last))
+        ]
+        params += [torch.nn.Parameter(torch.ones(9, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(7, dtype=torch.complex64))]
+        params.append(torch.nn.Parameter(torch.ones(6, 4, dtype=torch.float64).t()))
+        optimizer = Staged(optim.Adam, params, chunk_bytes=1) if staged else optim.Adam(params)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            optimizer.step()
+        runs.append((params, optimizer.state_dict()))
+    assert same(runs[0], runs[1])
+
+
+def test_a_failed_step_leaves_whole_chunks():
+    """The class raises at the third chunk: two are stepped, and the others have their states of before."""
+
+    class Fails(optim.SGD):
+        at = None
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            if any(param is self.at for group in self.param_groups for param in group["params"]):
+                raise RuntimeError("the third chunk")
+            super().step()
+
+    params, twins = parameters(), parameters()
+    optimizer, theirs = Staged(Fails, params, chunk_bytes=1, lr=0.1, momentum=0.9), optim.SGD(twins, lr=0.1, momentum=0.9)
+    gradients(params, 0)
+    gradients(twins, 0)
+    optimizer.step()
+    theirs.step()
+    before = [param.detach().clone() for param in params]
+    gradients(params, 1)
+    gradients(twins, 1)
+    theirs.step()
+    try:
+        Fails.at = params[2]
+        states = optimizer.state_dict()["state"]
+        with pytest.raises(RuntimeError, match="the third chunk"):
+            optimizer.step()
+    finally:
+        Fails.at = None
+    stepped, after = theirs.state_dict()["state"], optimizer.state_dict()["state"]
+    for number, param in enumerate(params):
+        assert same(param.detach(), twins[number].detach() if number < 2 else before[number])
+        assert same(after[number], stepped[number] if number < 2 else states[number])
+    # The next step steps the others.
+    for param in params[:2]:
+        param.grad = None
+    optimizer.step()
+    assert same(params, twins) and same(optimizer.state_dict()["state"], stepped)
+
+
+def test_a_write_to_a_state_dict_is_refused_until_it_is_loaded():
+    params = parameters()
+    optimizer = Staged(optim.NAdam, params)
+    gradients(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"].zero_()
+    with pytest.raises(InvalidArgumentError, match="a state of .*was written to in a state dict"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+def test_two_in_a_process_and_no_copies():
+    pairs = [both("nadam", 1), both("soap", 9000)]
+    for step in range(5):
+        for ones, theirs, others, ours in pairs:
+            for params, optimizer in ((ones, theirs), (others, ours)):
+                gradients(params, step)
+                optimizer.step()
+    assert all(same(ones, others) for ones, _, others, _ in pairs)
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"state_dict\(\)"):
+            call(pairs[0][3])
+    told = repr(pairs[0][3])
+    assert told.startswith("Staged (\n    cls: NAdam\n    chunk_bytes: 1\nParameter Group 0") and isinstance(pairs[0][3], optim.Optimizer)
+
+
+def test_states_of_torchao_keep_their_classes():
+    torchao = pytest.importorskip("torchao.optim")
+    ones, others = (parameters(shapes=[(64, 128), (32,), (128, 64)]) for _ in range(2))
+    theirs, ours = torchao.AdamW8bit(ones, lr=1e-2), Staged(torchao.AdamW8bit, others, chunk_bytes=20_000, lr=1e-2)
+    for step in range(200):
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step)
+            optimizer.step()
+        assert same(ones, others), step
+    saved = ours.state_dict()
+    assert same(theirs.state_dict(), saved) and type(saved["state"][0]["exp_avg"]).__name__ == "OptimState8bit"
+    ours.load_state_dict(theirs.state_dict())
+    assert same(theirs.state_dict(), ours.state_dict())

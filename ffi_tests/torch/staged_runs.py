@@ -107,6 +107,9 @@ class LateLane(Lane):
     def __init__(self):
         self._in, self._out = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
         self._last, self._alive, self.most, self.log = [], 0, 0, []
+        #: The memory of the fetch of each event, and that of the chunk that is stepped, which the device may use until a wait.
+        self._fetched, self._used = {}, {}
+        self._present = []
 
     def end(self):
         self._in.shutdown()
@@ -132,7 +135,13 @@ class LateLane(Lane):
             weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
         self.most = max(self.most, self._alive)
         self.log.append("fetch")
-        return made, self._start(self._in, made, hosts)
+        event = self._start(self._in, made, hosts)
+        self._fetched[event] = [(weakref.ref(tensor.untyped_storage()), tensor.data_ptr()) for tensor in made if tensor.numel()]
+        return made, event
+
+    def replaced(self, tensors):
+        gone = {tensor.data_ptr() for tensor in tensors}
+        self._present = [(memory, address) for memory, address in self._present if address not in gone]
 
     def _freed(self, size):
         self._alive -= size
@@ -140,14 +149,21 @@ class LateLane(Lane):
     def arrive(self, event):
         self.log.append("arrive")
         event.result()
+        self._present = self._fetched.pop(event)
 
     def flush(self, hosts, tensors):
         self.log.append("flush")
-        return self._start(self._out, hosts, tensors)
+        event = self._start(self._out, hosts, tensors)
+        self._used[event] = self._present
+        return event
 
     def wait(self, event):
         self.log.append("wait")
+        used = self._used.pop(event)
+        assert all(memory() is not None for memory, _ in used), "memory of the device is free before its last use"
         event.result()
+        if self._present is used:
+            self._present = []
 
     def settle(self):
         for event in self._last:

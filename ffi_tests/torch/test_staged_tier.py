@@ -105,6 +105,11 @@ def test_a_rollback_returns_to_the_commit(name, tmp_path):
             train(optimizer, params, range(begin + steps, begin + steps + 3))
             optimizer.rollback()
             assert same(params, twins) and same(optimizer.state_dict(), saved) and same(theirs.state_dict(), saved)
+        optimizer.commit()
+        # No extents are left that nobody needs.
+        extents = optimizer._home.tiered.tier.extents()
+        chunks = sum(name.startswith("chunk") for _, name, *_ in extents)
+        assert chunks == sum(chunk.size > 0 for chunk in optimizer._flow.chunks) and len(extents) - chunks == 1
     optimizer.close()
 
 

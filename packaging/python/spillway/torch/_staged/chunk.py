@@ -99,6 +99,7 @@ class Chunk:
             *self._starts[entry.param], at = ends
         self.size = at
         self.kept: Any = None
+        self._kept_views: dict[torch.Tensor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +108,14 @@ class Chunk:
 
     def views(self, memory: torch.Tensor, param: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of a parameter's state in the memory of the chunk."""
+        if self.kept is not memory:
+            return self._views(memory, param)
+        # Memory that is the chunk's for good.
+        if param not in self._kept_views or self._kept_views[param][0] is not memory:
+            self._kept_views[param] = memory, self._views(memory, param)
+        return self._kept_views[param][1]
+
+    def _views(self, memory: torch.Tensor, param: torch.Tensor) -> list[torch.Tensor]:
         return [leaf.of_bytes(memory, start) for leaf, start in zip(self.entries[param].leaves, self._starts[param])]
 
     def keeps(self, entry: Entry) -> bool:
@@ -120,6 +129,7 @@ class Chunk:
     def forget(self, param: torch.Tensor) -> None:
         """Forgets a state, whose bytes stay unused until the chunk is made again."""
         del self.entries[param], self._starts[param]
+        self._kept_views.pop(param, None)
 
     def starts(self) -> dict[torch.Tensor, list[int]]:
         """Where the tensors of each parameter begin."""

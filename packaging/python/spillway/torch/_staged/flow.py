@@ -138,8 +138,12 @@ class Flow:
     def _flush(self, job: Job, states: dict[Any, Any]) -> None:
         """Starts the copies of the states after a step to host memory."""
         entries = [Entry.of(param, job.chunk.entries[param].name, states) for param in job.params]
+        tensors = [tensor for entry in entries for tensor in entry.tensors]
+        addresses = {tensor.data_ptr() for tensor in tensors}
+        # The class has put others in their place. The rest stays until the copies to the host have ended.
+        job.lane.replaced([tensor for tensor in job.tensors if tensor.data_ptr() not in addresses])
         self._leave(job)
-        job.tensors = [tensor for entry in entries for tensor in entry.tensors]
+        job.tensors = tensors
         self._enter(job, job.tensors)
         kept = [job.chunk.keeps(entry) for entry in entries]
         if all(kept):

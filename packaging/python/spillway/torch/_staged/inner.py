@@ -143,6 +143,8 @@ class Turn:
         self._before = _attributes(inner.optimizer)
         self._attributes: dict[str, Any] | None = None
         self._options: dict[int, dict[str, Any]] = {}
+        #: The group of each parameter, and its place there.
+        self._places = {param: (number, place) for number, group in enumerate(groups) for place, param in enumerate(group["params"])}
         step = type(inner.optimizer).step
         # The hooks are those of the optimizer that the program sees.
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -152,25 +154,31 @@ class Turn:
 
         Raises:
             UnsupportedError: The class has changed something that concerns all parameters, in another way than for the chunk before."""
-        chosen = {id(param) for param in params}
-        parts = [_part(group, chosen) for group in self._groups]
-        numbers = [number for number, part in enumerate(parts) if part["params"]]
-        versions = {number: _versions(parts[number]) for number in numbers}
+        chosen = set(params)
+        parts = self._parts(chosen)
+        versions = {number: _versions(part) for number, part in parts.items()}
         own = self._inner.optimizer
         _set_attributes(own, self._before)
         vars(own).update(self._scaler)
         try:
-            found = self._inner.with_groups([parts[number] for number in numbers], states, lambda: (self._step(own), own.state)[1])
+            found = self._inner.with_groups([*parts.values()], states, lambda: (self._step(own), own.state)[1])
             after = _attributes(own)
         finally:
             for name in self._scaler:
                 vars(own).pop(name, None)
             _set_attributes(own, self._before)
-        self._note(after, {number: parts[number] for number in numbers}, versions)
+        self._note(after, parts, versions)
         for key in found:
-            if id(key) not in chosen and (not isinstance(key, torch.Tensor) or found[key]):
+            if key not in chosen and (not isinstance(key, torch.Tensor) or found[key]):
                 raise UnsupportedError(f"Staged: {self._inner.name} keeps a state that belongs to no parameter of the step, {_CURE}")
-        return {param: state for param, state in found.items() if id(param) in chosen}
+        return {param: state for param, state in found.items() if param in chosen}
+
+    def _parts(self, chosen: set[torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """The groups with the chosen parameters only, by their numbers, without groups that have none of them."""
+        places: dict[int, list[int]] = {}
+        for number, place in sorted(self._places[param] for param in chosen):
+            places.setdefault(number, []).append(place)
+        return {number: _part(self._groups[number], own) for number, own in places.items()}
 
     def _note(self, after: dict[str, Any], parts: dict[int, dict[str, Any]], versions: dict[int, list[int]]) -> None:
         name = self._inner.name
@@ -203,9 +211,8 @@ def _put(into: dict[str, Any], items: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _part(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
-    """A group with some of its parameters."""
-    places = [place for place, param in enumerate(group["params"]) if id(param) in chosen]
+def _part(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
+    """A group with the parameters at these places."""
     lists = {key: [group[key][place] for place in places] for key in ("params", *_names(group))}
     return {**group, **lists}
 
@@ -252,7 +259,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     try:
-        return bool(one == other)
+        # NaN is the same as itself.
+        return bool(one == other or (one != one and other != other))
     except Exception:
         # A comparison that the program has defined, or none.
         return False

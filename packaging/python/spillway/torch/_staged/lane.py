@@ -26,6 +26,9 @@ class Lane:
     def arrive(self, event: Any) -> None:
         """Later work of the program on the device waits for the copies of a fetch."""
 
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The memory of these fetched tensors is free after the program's work on the device; nobody waits for that."""
+
     def flush(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         """Starts copies of tensors to host memory, after the program's work on the device. Returns an event for `wait`."""
         copy_all(hosts, tensors)
@@ -51,23 +54,35 @@ class DeviceLane(Lane):
         """Starts copies of host memory to new tensors, whose memory is of this stream: its last use has ended."""
         with self._in:
             made = [leaf.empty() for leaf in leaves]
-            copy_all(made, hosts)
+            self._copy(made, hosts, made)
         return made, self._in.record_event()
 
     def arrive(self, event: Any) -> None:
         """Later work of the program on the device waits for the copies of a fetch."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The memory of these fetched tensors is free after the program's work on the device; nobody waits for that."""
+        for tensor in tensors:
+            if tensor.device == self._device:
+                tensor.record_stream(torch.accelerator.current_stream(self._device))
+
     def flush(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         """Starts copies of tensors to host memory, after the program's work on the device."""
         self._out.wait_stream(torch.accelerator.current_stream(self._device))
         with self._out:
-            copy_all(hosts, tensors)
+            self._copy(hosts, tensors, tensors)
         return self._out.record_event()
 
     def wait(self, event: Any) -> None:
         """Waits until the copies of a fetch or a flush have ended."""
         event.synchronize()
+
+    def _copy(self, to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+        """Copies to and from states, of which the class keeps some in host memory: their copies are done when this call returns."""
+        for here in (True, False):
+            some = [place for place, state in enumerate(states) if (state.device == self._device) is here]
+            copy_all([to[place] for place in some], [sources[place] for place in some])
 
     def settle(self) -> None:
         """Waits for the program's work on the device, and for all copies."""

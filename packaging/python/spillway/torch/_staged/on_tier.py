@@ -314,6 +314,8 @@ class OnTier(Home):
         while self._busy:
             with suppress(SpillwayError):
                 self._end_put()
+        # Nobody uses a buffer any more, also where an error has come between.
+        self._free, self._bytes = [], 0
 
     # Commits.
 
@@ -397,6 +399,10 @@ class OnTier(Home):
         attributes."""
         facts, tier = committed.facts, self.tiered.tier
         self._weights_known = {}
+        known = {name for name, *_ in [*facts["weights"], *facts["chunks"]]}
+        for later in tier.extents():
+            if later.name not in known:
+                tier.remove(later.number)
         for name, numbers in facts["weights"]:
             parts = self._parts_of(numbers)
             self._weights_known[name] = extent = tier.define(name, [leaf.size for leaf, _ in parts])

@@ -224,7 +224,9 @@ class Staged(torch.optim.Optimizer):
             for param, entry in chunk.entries.items():
                 names = tuple(entry.tree.keys) if isinstance(entry.tree, Collected) and entry.tree.keys is not None else ()
                 held = self.state.get(param)
-                if entry.stated and not (self._is_here(held) and tuple(held) == names):
+                if not entry.stated:
+                    self.state.pop(param, None)
+                elif not (self._is_here(held) and tuple(held) == names):
                     self.state[param] = Elsewhere(self._flow, names)
 
     def _name_of(self, param: torch.Tensor) -> str:

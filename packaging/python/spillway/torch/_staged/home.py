@@ -45,6 +45,11 @@ class Home:
         """Nobody needs the states of a chunk any more."""
         chunk.kept = None
 
+    def clear(self, chunks: list[Chunk]) -> None:
+        """Nobody needs any states, also where a transfer has failed."""
+        for chunk in chunks:
+            chunk.kept = None
+
     def together(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), a step. If processes share a commit, all of them raise where it fails in one."""
         self.check()
@@ -54,6 +59,10 @@ class Home:
         """Raises OutOfOrderError if the states are not those of one step."""
         if self._mixed:
             raise OutOfOrderError("Staged: a load was interrupted, so some states are missing; load the state dict again")
+
+    def watched(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), which reads or writes states."""
+        return work()
 
     def whole(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), which replaces all states. If it does not end, other calls are refused until another one has."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,8 +35,12 @@ from .lane import host_memory
 from .leaves import Leaf, take_apart
 
 _Result = TypeVar("_Result")
+#: Takes over the chunks of a commit, and what the class had changed in its options and attributes.
+Take = Callable[[list[Chunk], dict[str, Any]], None]
 #: Buffers that are kept: of the chunk that comes, the one that is stepped, and two that leave.
 _BUFFERS = 4
+#: How the names of extents of chunks begin.
+_CHUNK = "chunk-"
 #: Fields of TierOptions that states of any class have no use for.
 _REFUSED = ("begin_from", "part_elements", "ratio", "speeds")
 
@@ -175,7 +179,7 @@ class OnTier(Home):
         self.check()
 
         def counted() -> _Result:
-            found = self._watched(work)
+            found = self.watched(work)
             self.count += 1
             return found
 
@@ -193,16 +197,18 @@ class OnTier(Home):
     def whole(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), which replaces all states. If it does not end, other calls are refused until another one has."""
         self.tiered.check(also_mixed=True)
-        found = self.tiered.whole(lambda: self._watched(work))
+        found = self.tiered.whole(lambda: self.watched(work))
         self._failed = False
         return found
 
-    def _watched(self, work: Callable[[], _Result]) -> _Result:
+    def watched(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(). If a transfer fails in it, or an interrupt ends it, steps are refused until states are replaced."""
         try:
             return work()
-        except SpillwayError as error:
-            # Refusals of arguments come before a transfer.
-            self._failed = self._failed or not isinstance(error, (InvalidArgumentError, UnsupportedError))
+        except BaseException as error:
+            # Refusals come before a transfer, and so does an error of the class. An interrupt may come between any two.
+            harmless = isinstance(error, (InvalidArgumentError, UnsupportedError)) or not isinstance(error, SpillwayError)
+            self._failed = self._failed or not (harmless and isinstance(error, Exception))
             raise
 
     def begin(self, chunk: Chunk) -> None:
@@ -223,14 +229,7 @@ class OnTier(Home):
         kept: Kept = chunk.kept
         if kept.coming is None:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        (buffer, ticket), kept.coming = kept.coming, None
-        try:
-            self.tiered.tier.wait(ticket)
-        except BaseException:
-            # The library may still write to the buffer.
-            self._bytes -= len(buffer)
-            raise
-        return buffer
+        return self._arrived(kept)
 
     def blank(self, chunk: Chunk) -> torch.Tensor:
         """A buffer for the states of a new chunk."""
@@ -243,7 +242,7 @@ class OnTier(Home):
             name = None
             if chunk.size:
                 self._serial += 1
-                name = f"chunk-{self._serial:08}"
+                name = f"{_CHUNK}{self._serial:08}"
             chunk.kept = Kept(name, -1 if name is None else self.tiered.tier.define(name, [chunk.size]))
         if chunk.size:
             ticket = chunk.kept.leaving = self.tiered.tier.put(chunk.kept.number, [memory[: chunk.size]])
@@ -262,6 +261,20 @@ class OnTier(Home):
             self._wait_for(kept)
             self.tiered.changes()
             self.tiered.tier.remove(kept.number)
+
+    def clear(self, chunks: list[Chunk]) -> None:
+        """Removes the extents of all chunks."""
+        self.rest(chunks)
+        super().clear(chunks)
+        self.tiered.changes()
+        self._keep_only([extent.name for extent in self.tiered.tier.extents() if not extent.name.startswith(_CHUNK)])
+
+    def _keep_only(self, names: Iterable[str]) -> None:
+        """Removes all other extents."""
+        known = {*names}
+        for extent in self.tiered.tier.extents():
+            if extent.name not in known:
+                self.tiered.tier.remove(extent.number)
 
     def host_bytes(self, chunks: list[Chunk]) -> int:
         """Bytes of all buffers."""
@@ -284,12 +297,15 @@ class OnTier(Home):
 
     def _end_put(self) -> None:
         """Waits for the oldest put."""
-        ticket, buffer = self._busy.popleft()
+        ticket, buffer = self._busy[0]
         try:
             self.tiered.tier.wait(ticket)
-        except BaseException:
+        except Exception:
             self._bytes -= len(buffer)
+            self._busy.popleft()
             raise
+        # In this order: after an interrupt in between the put is waited for again.
+        self._busy.popleft()
         self._free.append(buffer)
 
     def _wait_for(self, kept: Kept) -> None:
@@ -300,9 +316,28 @@ class OnTier(Home):
 
     def _end_get(self, kept: Kept) -> None:
         if kept.coming is not None:
-            (buffer, ticket), kept.coming = kept.coming, None
+            self._free.append(self._arrived(kept))
+
+    def _arrived(self, kept: Kept) -> torch.Tensor:
+        """The buffer of a get that was begun, once it has ended."""
+        assert kept.coming is not None
+        buffer, ticket = kept.coming
+        try:
             self.tiered.tier.wait(ticket)
-            self._free.append(buffer)
+        except Exception:
+            # The library may still write to the buffer.
+            self._bytes -= len(buffer)
+            kept.coming = None
+            raise
+        kept.coming = None
+        return buffer
+
+    def _end_all(self, chunks: Sequence[Chunk]) -> None:
+        """Ends all transfers of these chunks."""
+        for chunk in chunks:
+            self._end_get(chunk.kept)
+        while self._busy:
+            self._end_put()
 
     def rest(self, chunks: Sequence[Chunk]) -> None:
         """Ends all transfers of these chunks, without their errors."""
@@ -314,7 +349,10 @@ class OnTier(Home):
         while self._busy:
             with suppress(SpillwayError):
                 self._end_put()
-        # Nobody uses a buffer any more, also where an error has come between.
+        with suppress(SpillwayError):
+            # Those that an interrupt has left.
+            self.tiered.tier._transfer(())
+        # Nobody uses a buffer any more.
         self._free, self._bytes = [], 0
 
     # Commits.
@@ -325,8 +363,9 @@ class OnTier(Home):
 
         def prepared() -> Prepared:
             self.check()
+            self.watched(lambda: self._end_all(chunks))
             facts = self._facts(chunks, learned)
-            self._watched(lambda: self._write_weights(facts["weights"]))
+            self.watched(lambda: self._write_weights(facts["weights"]))
             return Prepared(whole_number(self.count if step is None else step, "step"), self.count, facts, payload_of(payload))
 
         return self.tiered.commit(prepared, wait)
@@ -364,6 +403,14 @@ class OnTier(Home):
 
     def _write_weights(self, weights: Sequence[Sequence[Any]]) -> None:
         tier = self.tiered.tier
+        try:
+            self._put_weights(tier, weights)
+        except BaseException:
+            # Nothing of them is in flight when the next commit begins.
+            tier._transfer(())
+            raise
+
+    def _put_weights(self, tier: Tier, weights: Sequence[Sequence[Any]]) -> None:
         for name in self._weights_known.keys() - {name for name, _ in weights}:
             tier.remove(self._weights_known.pop(name))
         last: int | None = None
@@ -399,10 +446,7 @@ class OnTier(Home):
         attributes."""
         facts, tier = committed.facts, self.tiered.tier
         self._weights_known = {}
-        known = {name for name, *_ in [*facts["weights"], *facts["chunks"]]}
-        for later in tier.extents():
-            if later.name not in known:
-                tier.remove(later.number)
+        self._keep_only(name for name, *_ in [*facts["weights"], *facts["chunks"]])
         for name, numbers in facts["weights"]:
             parts = self._parts_of(numbers)
             self._weights_known[name] = extent = tier.define(name, [leaf.size for leaf, _ in parts])
@@ -419,8 +463,14 @@ class OnTier(Home):
         self.count, self._serial = facts["count"], max(self._serial, facts["serial"])
         return found, facts["learned"]
 
-    def rollback(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], dict[str, Any]]:
-        """Returns to the last commit, as resumed()."""
+    def resume(self, take: Take) -> None:
+        """Begins with what was committed, in all processes."""
+        committed = self.tiered.committed
+        if committed is not None:
+            self.tiered.place.together(lambda: self.whole(lambda: take(*self.resumed(committed))))
+
+    def rollback(self, chunks: Sequence[Chunk], take: Take) -> None:
+        """Returns to the last commit."""
         self.tiered.finish()
         self.tiered.check(also_mixed=True)
         committed = self.tiered.committed
@@ -428,12 +478,12 @@ class OnTier(Home):
             raise InvalidArgumentError("Staged.rollback: nothing was committed to the tier; construct the optimizer again")
         self._check(committed.facts, "the last commit")
 
-        def back() -> tuple[list[Chunk], dict[str, Any]]:
+        def back() -> None:
             self.rest(chunks)
             self.tiered.rollback()
-            return self.resumed(committed)
+            take(*self.resumed(committed))
 
-        return self.whole(back)
+        self.whole(back)
 
     def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to a directory."""

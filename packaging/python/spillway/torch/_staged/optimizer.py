@@ -129,17 +129,13 @@ class Staged(torch.optim.Optimizer):
 
     def _begin(self, home: OnTier) -> None:
         """Takes what was committed to the tier."""
-        committed = home.tiered.committed
         self.resumed_step = home.tiered.resumed_step
-        if committed is None:
-            return
+        self.payload = b"" if home.tiered.committed is None else home.tiered.committed.payload
         try:
-            found = home.tiered.place.together(lambda: home.whole(lambda: home.resumed(committed)))
+            home.resume(self._take)
         except BaseException:
             home.close()
             raise
-        self.payload = committed.payload
-        self._take(*found)
 
     def _take(self, chunks: list[Chunk], learned: dict[str, Any]) -> None:
         """Has the chunks of a commit, and what the class had changed then."""
@@ -251,7 +247,7 @@ class Staged(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self.state.update(self._inner.add(self.param_groups, param_group))
-        self._adopt()
+        self._home.watched(self._adopt)
 
     def state_dict(self) -> dict[str, Any]:
         """The class's own state dict. Its values are copies in host memory; those of a tier of 64 KiB or more are maps of unnamed files in
@@ -262,8 +258,8 @@ class Staged(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._home.check()
-        self._adopt()
-        found = without_gradients(lambda: self._inner.save(self.param_groups, self._whole()))
+        self._home.watched(self._adopt)
+        found = without_gradients(lambda: self._inner.save(self.param_groups, self._home.watched(self._whole)))
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, found)
             found = found if replaced is None else replaced
@@ -341,8 +337,8 @@ class Staged(torch.optim.Optimizer):
             pass
 
         def replace() -> None:
-            while self._flow.chunks:
-                self._home.drop(self._flow.chunks.pop())
+            chunks, self._flow.chunks = self._flow.chunks, []
+            self._home.clear(chunks)
             self.state.clear()
             self.param_groups = groups
             self._flow.place(entries())
@@ -377,7 +373,8 @@ class Staged(torch.optim.Optimizer):
             TierError: Another process failed."""
         home = self._on_tier("commit")
         self._given.check()
-        self._adopt()
+        home.check()
+        home.watched(self._adopt)
         return home.commit(self._flow.chunks, self._inner.learned(self.param_groups), step, payload, wait)
 
     def rollback(self) -> None:
@@ -387,9 +384,8 @@ class Staged(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: The optimizer has no tier, or nothing was committed."""
         home = self._on_tier("rollback")
-        chunks, learned = home.rollback(self._flow.chunks)
+        home.rollback(self._flow.chunks, self._take)
         self._given.forget()
-        self._take(chunks, learned)
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to write the last commit of the tier to a new directory, which `spillway.Tier.import_from` reads into another tier.

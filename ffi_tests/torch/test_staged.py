@@ -5,11 +5,14 @@ import pickle
 
 import pytest
 import torch
+from offload_runs import Stream
 from staged_runs import LateLane, Soap, gradients, parameters, same
 from torch import optim
 
 from spillway import InvalidArgumentError, UnsupportedError
 from spillway.torch import Staged
+from spillway.torch._staged.lane import DeviceLane
+from spillway.torch._staged.leaves import Leaf
 
 TWO = [(16, 24), (8, 16), (12, 12)]
 #: Classes with their options and the shapes of parameters.
@@ -88,6 +91,32 @@ def test_the_device_holds_two_chunks_and_the_host_waits_once_for_each(lane):
     assert lane.log[:7] == ["fetch", "arrive", "flush", "fetch", "arrive", "flush", "wait"]
 
 
+def test_copies_of_a_device_wait_for_what_they_need_and_no_more(monkeypatch):
+    class Awaited(Stream):
+        synchronized = 0
+
+        def synchronize(self):
+            self.synchronized += 1
+
+    program, recorded = Awaited(), []
+    monkeypatch.setattr(torch, "Stream", Awaited)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: program)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    lane, hosts = DeviceLane(torch.device("cpu")), [torch.ones(3), torch.ones(2, 2, dtype=torch.int8)]
+    made, event = lane.fetch([Leaf.of(host) for host in hosts], hosts)
+    # The memory of a fetch has no earlier use for which it had to wait.
+    assert same(made, hosts) and event == ("event of", lane._in) and not lane._in.waits_for and lane._in is not lane._out
+    lane.arrive(event)
+    assert program.waits_for == [event]
+    back = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int8)]
+    assert lane.flush(back, made) == ("event of", lane._out) and lane._out.waits_for == [program] and same(back, hosts)
+    lane.replaced(made[:1])
+    assert recorded == [(made[0], program)]
+    lane.wait(program)
+    lane.settle()
+    assert (program.synchronized, lane._in.synchronized, lane._out.synchronized) == (2, 1, 1)
+
+
 def test_state_dicts_load_in_both_directions():
     for name in CLASSES:
         ones, theirs, others, ours = both(name, 9000)
@@ -162,6 +191,25 @@ def test_groups_schedules_closures_and_hooks_are_those_of_a_torch_optimizer():
             schedule.step()
         runs.append((params, losses, calls, optimizer.state_dict(), [group["lr"] for group in optimizer.param_groups]))
     assert same(runs[0], runs[1]) and runs[1][2] == ["pre", "post"] * 10
+
+
+def test_hooks_of_state_dicts_are_called_as_torch_calls_them():
+    runs = []
+    for staged in (False, True):
+        params, calls = parameters(), []
+        optimizer = Staged(optim.NAdam, params) if staged else optim.NAdam(params)
+        gradients(params, 0)
+        optimizer.step()
+        optimizer.register_state_dict_pre_hook(lambda own, calls=calls: calls.append("before"))
+        optimizer.register_state_dict_post_hook(lambda own, saved, calls=calls: {**saved, "more": calls.append("after")})
+        optimizer.register_load_state_dict_pre_hook(lambda own, loaded, calls=calls: {**loaded, "state": {0: loaded["state"][0]}})
+        optimizer.register_load_state_dict_post_hook(lambda own, calls=calls: calls.append(len(own.state)))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        gradients(params, 1)
+        optimizer.step()
+        runs.append((params, calls, optimizer.state_dict()))
+    assert same(runs[0], runs[1]) and runs[1][1] == ["before", "after", 1, "before", "after"]
 
 
 @pytest.mark.parametrize("fused", [False, True])

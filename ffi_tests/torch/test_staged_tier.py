@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from interrupts import interrupted
 from staged_runs import Soap, gradients, options, parameters, same
 from torch import optim
 
@@ -17,6 +18,52 @@ from spillway import InvalidArgumentError, OutOfOrderError, UnsupportedError
 from spillway.torch import Staged
 
 WORKER = pathlib.Path(__file__).with_name("staged_worker.py")
+#: One of two processes of a run. Rank 1 cannot write in the fifth step, and is killed in the second part after its commit.
+RANKS = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import spillway, torch
+from staged_runs import gradients, options, parameters, same
+from spillway.torch import Staged
+rank, again = int(sys.argv[1]), sys.argv[2] == "again"
+torch.distributed.init_process_group("gloo", init_method="file://" + {directory!r} + "/meet" + sys.argv[2], rank=rank, world_size=2)
+params, twins = parameters(rank), parameters(rank)
+optimizer, theirs = Staged(torch.optim.NAdam, params, chunk_bytes=9000, tier=options({directory!r})), torch.optim.NAdam(twins)
+
+def train(steps):
+    for step in steps:
+        gradients(params, step)
+        optimizer.step()
+
+for step in range(5 if again else 4):
+    gradients(twins, step)
+    theirs.step()
+if not again:
+    train(range(4))
+    optimizer.commit()
+    put = optimizer._home.tiered.tier.put
+    if rank == 1:
+        def fail(*_):
+            raise spillway.IoError("the disk is full")
+        optimizer._home.tiered.tier.put = fail
+    try:
+        train([4])
+    except (spillway.IoError, spillway.TierError) as error:
+        print(rank, type(error).__name__, flush=True)
+    optimizer._home.tiered.tier.put = put
+    optimizer.rollback()
+    assert same(params, twins)
+    train([4])
+    optimizer.commit()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+else:
+    assert same(params, twins) and same(optimizer.state_dict(), theirs.state_dict())
+    print(rank, "resumed", optimizer.resumed_step)
+    optimizer.close()
+sys.stdout.flush()
+os._exit(0)
+"""
 CLASSES = {
     "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "plain sgd": (optim.SGD, {"lr": 0.1}),
@@ -146,6 +193,20 @@ def test_a_state_dict_moves_between_a_tier_and_the_class(tmp_path):
         resumed.close()
 
 
+def test_processes_commit_together(tmp_path):
+    program = RANKS.format(paths=[path for path in sys.path if path], directory=str(tmp_path))
+    told = []
+    for part in ("begin", "again"):
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", program, str(rank), part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        ends = [rank.communicate(timeout=300) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == ([0, -9] if part == "begin" else [0, 0]), ends
+        told.append(sorted(line for out, _ in ends for line in out.splitlines()))
+    assert told == [["0 TierError", "1 IoError"], ["0 resumed 5", "1 resumed 5"]]
+
+
 def test_groups_that_are_added_are_in_the_commit(tmp_path):
     params = parameters()
     optimizer = on(tmp_path, "nadam", params[:3])
@@ -166,6 +227,32 @@ def test_groups_that_are_added_are_in_the_commit(tmp_path):
     resumed = on(tmp_path, "nadam", [{"params": again[:3]}, {"params": again[3:], "lr": 0.5}])
     assert same(again, params) and same(resumed.state_dict(), saved)
     resumed.close()
+
+
+def test_many_parameters_are_in_a_commit(tmp_path):
+    shapes = [(1 + number % 5,) for number in range(300)]
+    params, twins, again = parameters(0, shapes), parameters(0, shapes), parameters(1, shapes)
+    optimizer, theirs = on(tmp_path, "nadam", params, 1 << 20), optim.NAdam(twins)
+    train(optimizer, params, range(2))
+    train(theirs, twins, range(2))
+    optimizer.commit()
+    optimizer.close()
+    resumed = on(tmp_path, "nadam", again, 1 << 20)
+    assert same(again, twins) and same(resumed.state_dict(), theirs.state_dict())
+    resumed.close()
+
+
+def test_a_parameter_that_left_the_groups_is_refused_by_a_commit(tmp_path):
+    params = parameters()
+    optimizer = on(tmp_path, "nadam", params)
+    train(optimizer, params, [0])
+    del optimizer.param_groups[0]["params"][2]
+    train(optimizer, params, [1])
+    with pytest.raises(InvalidArgumentError, match=r"\['params'\]\[2\] has a state and is in no group; add it to one, or delete"):
+        optimizer.commit()
+    del optimizer.state[params[2]]
+    optimizer.commit()
+    optimizer.close()
 
 
 def test_a_failed_transfer_refuses_steps_until_a_rollback(tmp_path, monkeypatch):
@@ -197,6 +284,48 @@ def test_a_failed_transfer_refuses_steps_until_a_rollback(tmp_path, monkeypatch)
         optimizer.rollback()
     train(optimizer, params, [6])
     train(theirs, twins, [6])
+    assert same(params, twins)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("call", ["step", "load_state_dict", "commit", "rollback", "state_dict"])
+def test_a_rollback_mends_what_an_interrupt_has_left(call, tmp_path):
+    """A signal handler raises at the begin of functions of the package, one after another."""
+    params, twins = parameters(), parameters()
+    optimizer, theirs = on(tmp_path, "soap", params, 5000), Soap(twins)
+    train(optimizer, params, range(4))
+    train(theirs, twins, range(4))
+    optimizer.commit()
+    saved, weights, at, seen = optimizer.state_dict(), [param.detach().clone() for param in params], 0, 0
+    work = {
+        "step": optimizer.step,
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "commit": lambda: optimizer.commit(step=4),
+        "rollback": optimizer.rollback,
+        "state_dict": optimizer.state_dict,
+    }[call]
+    while True:
+        gradients(params, 4)
+        try:
+            if not interrupted(work, at, below=True):
+                break
+            seen += 1
+        except AssertionError as lost:
+            # Python drops an exception in the finalizer of a generator.
+            assert "was lost" in str(lost)
+        at += 1 + at // 20
+        try:
+            train(optimizer, params, [5])
+        except OutOfOrderError:
+            pass
+        optimizer.rollback()
+        assert same([param.detach() for param in params], weights), at
+        assert same(optimizer.state_dict(), saved), at
+    assert seen > 20
+    optimizer.rollback()
+    for some, own in ((params, optimizer), (twins, theirs)):
+        gradients(some, 4)
+        own.step()
     assert same(params, twins)
     optimizer.close()
 

@@ -95,8 +95,8 @@ class Chunk:
         self._starts: dict[torch.Tensor, list[int]] = {}
         at = 0
         for entry in self.entries.values():
-            ends = accumulate((_up(leaf.size) for leaf in entry.leaves), initial=at)
-            *self._starts[entry.param], at = ends
+            self._starts[entry.param] = _starts(entry, at)
+            at += entry.size
         self.size = at
         self.kept: Any = None
         self._kept_views: dict[torch.Tensor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -131,16 +131,17 @@ class Chunk:
         del self.entries[param], self._starts[param]
         self._kept_views.pop(param, None)
 
-    def starts(self) -> dict[torch.Tensor, list[int]]:
-        """Where the tensors of each parameter begin."""
-        return self._starts
+    def start(self, param: torch.Tensor) -> int:
+        """Where the state of a parameter begins."""
+        return next(iter(self._starts[param]), 0)
 
     @staticmethod
-    def placed(entries: Iterable[Entry], starts: Iterable[list[int]], size: int) -> Chunk:
-        """A chunk that was recorded: its entries, their starts, and its size."""
+    def placed(entries: Iterable[tuple[Entry, int]], size: int) -> Chunk:
+        """A chunk that was recorded: its entries, where each begins, and its size."""
         made = Chunk(())
-        made.entries = {entry.param: entry for entry in entries}
-        made._starts = dict(zip(made.entries, starts))
+        for entry, start in entries:
+            made.entries[entry.param] = entry
+            made._starts[entry.param] = _starts(entry, start)
         made.size = size
         return made
 
@@ -157,6 +158,12 @@ def divided(entries: Iterable[Entry], bound: int) -> Iterator[list[Entry]]:
         weight += entry.weight
     if found:
         yield found
+
+
+def _starts(entry: Entry, first: int) -> list[int]:
+    """Where the tensors of a state begin that begins at `first`."""
+    *starts, _ = accumulate((_up(leaf.size) for leaf in entry.leaves), initial=first)
+    return starts
 
 
 def _up(size: int) -> int:

@@ -21,6 +21,8 @@ class Home:
 
     #: True while whole() runs, and after one that did not end.
     _mixed = False
+    #: The error that the class has raised in its step.
+    of_class: BaseException | None = None
 
     def begin(self, chunk: Chunk) -> None:
         """Starts to bring a chunk to host memory."""

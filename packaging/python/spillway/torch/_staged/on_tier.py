@@ -25,14 +25,14 @@ from ..._tier_options import payload_of
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError
 from ...tier import Tier
 from ...tiered import Prepared, Record, Tiered
+from .._copies import copy_all
 from .._layout import described
 from .._tensors import check_has_memory, lasting, local
 from .._tier_states import TierOptions, check_order, check_parameters
 from . import words
-from .chunk import Chunk
+from .chunk import Chunk, Entry
 from .home import Home
 from .lane import host_memory
-from .leaves import Leaf, take_apart
 
 _Result = TypeVar("_Result")
 #: Takes over the chunks of a commit, and what the class had changed in its options and attributes.
@@ -206,10 +206,12 @@ class OnTier(Home):
         try:
             return work()
         except BaseException as error:
-            # Refusals come before a transfer, and so does an error of the class. An interrupt may come between any two.
-            harmless = isinstance(error, (InvalidArgumentError, UnsupportedError)) or not isinstance(error, SpillwayError)
-            self._failed = self._failed or not (harmless and isinstance(error, Exception))
+            # A refusal leaves whole states, and so does an error of the class. Any other may come between two of them.
+            refused = isinstance(error, (InvalidArgumentError, UnsupportedError)) or error is self.of_class
+            self._failed = self._failed or not refused
             raise
+        finally:
+            self.of_class = None
 
     def begin(self, chunk: Chunk) -> None:
         """Starts to read a chunk."""
@@ -373,6 +375,12 @@ class OnTier(Home):
     def _facts(self, chunks: Sequence[Chunk], learned: dict[str, Any]) -> dict[str, Any]:
         params, _, given = self._trained()
         numbers = {param: number for number, param in enumerate(params)}
+        for entry in (entry for chunk in chunks for entry in chunk.entries.values()):
+            if entry.param not in numbers:
+                raise InvalidArgumentError(
+                    f"Staged.commit: {entry.name} has a state and is in no group; add it to one, or delete optimizer.state[parameter]; "
+                    "nothing was committed"
+                )
         return {
             "class": self._kind,
             "parameters": [*map(described, params)],
@@ -415,30 +423,25 @@ class OnTier(Home):
             tier.remove(self._weights_known.pop(name))
         last: int | None = None
         for name, numbers in weights:
-            parts = self._parts_of(numbers)
-            extent, arrays = tier.define(name, [leaf.size for leaf, _ in parts]), []
-            self._weights_known[name] = extent
-            for leaf, tensor in parts:
-                host = torch.empty(leaf.size, dtype=torch.uint8, device="cpu")
-                leaf.of_bytes(host, 0).copy_(tensor)
-                arrays.append(host)
+            chunk, tensors = self._together(numbers)
+            memory = torch.empty(chunk.size, dtype=torch.uint8, device="cpu")
+            for param, own in tensors.items():
+                copy_all(chunk.views(memory, param), own)
             # One part is written while the next one is copied.
             if last is not None:
                 tier.wait(last)
-            last = tier.put(extent, arrays)
+            extent = self._weights_known[name] = tier.define(name, [chunk.size])
+            last = tier.put(extent, [memory])
         if last is not None:
             tier.wait(last)
 
-    def _parts_of(self, numbers: Sequence[int]) -> list[tuple[Leaf, torch.Tensor]]:
-        """The plain tensors of these parameters, and their memory."""
+    def _together(self, numbers: Sequence[int]) -> tuple[Chunk, dict[torch.Tensor, Sequence[torch.Tensor]]]:
+        """Parameters as the entries of a chunk, and their plain tensors."""
         params, names, _ = self._trained()
-        found = []
         for number in numbers:
             check_has_memory(local(params[number]), names[number])
-            tensors: list[torch.Tensor] = []
-            take_apart(params[number].detach(), tensors, names[number])
-            found += [(leaf, tensor) for tensor in tensors if (leaf := Leaf.of(tensor)).size]
-        return found
+        entries = [Entry.of(params[number], names[number], {params[number]: params[number].detach()}) for number in numbers]
+        return Chunk(entries), {entry.param: entry.tensors for entry in entries}
 
     @lasting
     def resumed(self, committed: Record) -> tuple[list[Chunk], dict[str, Any]]:
@@ -448,12 +451,13 @@ class OnTier(Home):
         self._weights_known = {}
         self._keep_only(name for name, *_ in [*facts["weights"], *facts["chunks"]])
         for name, numbers in facts["weights"]:
-            parts = self._parts_of(numbers)
-            self._weights_known[name] = extent = tier.define(name, [leaf.size for leaf, _ in parts])
-            arrays = [torch.empty(leaf.size, dtype=torch.uint8, device="cpu") for leaf, _ in parts]
-            tier.wait(tier.get(extent, arrays))
-            for (leaf, tensor), host in zip(parts, arrays):
-                tensor.copy_(leaf.of_bytes(host, 0))
+            chunk, tensors = self._together(numbers)
+            self._weights_known[name] = extent = tier.define(name, [chunk.size])
+            memory = torch.empty(chunk.size, dtype=torch.uint8, device="cpu")
+            tier.wait(tier.get(extent, [memory]))
+            for param, own in tensors.items():
+                for tensor, host in zip(own, chunk.views(memory, param)):
+                    tensor.copy_(host)
         params, names, _ = self._trained()
         found = []
         for name, size, entries in facts["chunks"]:
@@ -492,3 +496,5 @@ class OnTier(Home):
     def close(self) -> None:
         """Closes the tier; states since the last commit are lost."""
         self.tiered.close()
+        self._free = []
+        self._busy.clear()

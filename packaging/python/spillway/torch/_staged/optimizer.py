@@ -181,8 +181,16 @@ class Staged(torch.optim.Optimizer):
         scaler: dict[str, Any] = {name: self.__dict__[name] for name in ("grad_scale", "found_inf") if name in self.__dict__}
         turn = self._inner.turn(self.param_groups, scaler)
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+        def step(some: list[torch.Tensor], states: dict[torch.Tensor, Any]) -> dict[Any, Any]:
+            try:
+                return turn.step(some, states)
+            except BaseException as error:
+                self._home.of_class = error
+                raise
+
         try:
-            self._flow.run(params, turn.step)
+            self._flow.run(params, step)
         finally:
             turn.end()
             self._note_states()

@@ -31,14 +31,20 @@ class Placed:
 
 
 def written(chunk: Chunk, numbers: dict[torch.Tensor, int]) -> list[Any]:
-    """The entries of a chunk in words. `numbers`: those of the parameters.
+    """The entries of a chunk in words: trees and kinds of memory once each, and for each parameter the numbers of its own.
+
+    Args:
+        numbers: Those of the parameters.
 
     Raises:
         UnsupportedError: A tensor's class, or its placement, cannot be recorded."""
-    return [
-        [numbers[param], entry.stated, _tree_in_words(entry.tree, entry), [_leaf_in_words(leaf, param) for leaf in entry.leaves], starts]
-        for (param, entry), starts in zip(chunk.entries.items(), chunk.starts().values())
-    ]
+    trees, kinds = _Once(), _Once()
+    entries = []
+    for param, entry in chunk.entries.items():
+        tree = trees.number(_tree_in_words(entry.tree, entry))
+        own = [kinds.number(_leaf_in_words(leaf, param)) for leaf in entry.leaves]
+        entries.append([numbers[param], entry.stated, chunk.start(param), tree, *own])
+    return [trees.words, kinds.words, entries]
 
 
 def read(words: list[Any], size: int, params: list[torch.Tensor], names: list[str]) -> Chunk:
@@ -46,17 +52,29 @@ def read(words: list[Any], size: int, params: list[torch.Tensor], names: list[st
 
     Raises:
         InvalidArgumentError: A tensor's class is not loaded."""
-    entries = [
-        Entry(
-            params[number],
-            names[number],
-            stated,
-            _tree_of_words(tree, params[number], names[number]),
-            tuple(_leaf_of_words(leaf, params[number]) for leaf in leaves),
-        )
-        for number, stated, tree, leaves, _ in words
-    ]
-    return Chunk.placed(entries, [starts for *_, starts in words], size)
+    trees, kinds, entries = words
+    found = []
+    for number, stated, start, tree, *own in entries:
+        param, name = params[number], names[number]
+        leaves = tuple(_leaf_of_words(kinds[kind], param) for kind in own)
+        found.append((Entry(param, name, stated, _tree_of_words(trees[tree], param, name), leaves), start))
+    return Chunk.placed(found, size)
+
+
+class _Once:
+    """Words without repetitions."""
+
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, words: Any) -> int:
+        """The number of these words in the list."""
+        text = repr(words)
+        if text not in self._numbers:
+            self._numbers[text] = len(self.words)
+            self.words.append(words)
+        return self._numbers[text]
 
 
 def _leaf_in_words(leaf: Leaf, param: torch.Tensor) -> list[Any]:
@@ -95,6 +113,8 @@ def _tree_in_words(tree: Any, entry: Entry) -> Any:
 
 def _plain(value: Any, entry: Entry) -> Any:
     """The value, if a commit can store it."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     try:
         _values.pack(value)
     except InvalidArgumentError as error:

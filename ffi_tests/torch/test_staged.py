@@ -323,6 +323,34 @@ def test_a_failed_step_leaves_whole_chunks():
     assert same(params, twins) and same(optimizer.state_dict()["state"], stepped)
 
 
+def test_a_refused_state_leaves_the_numbers_of_its_chunk():
+    """The second parameter of a chunk gets a state that is refused: the step count of the first one, a number, stays with its tensors."""
+
+    class Counts(optim.Optimizer):
+        refused = None
+
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                state["step"], state["sum"] = state.get("step", 0) + 1, state.get("sum", torch.zeros_like(param)) + param.grad
+                if param is self.refused:
+                    state["own"] = param.detach()
+
+    params = parameters()
+    optimizer = Staged(Counts, params)
+    gradients(params, 0)
+    optimizer.step()
+    before = optimizer.state_dict()
+    Counts.refused = params[1]
+    with pytest.raises(UnsupportedError, match="share memory"):
+        optimizer.step()
+    assert optimizer.memory().chunks == 1 and same(optimizer.state_dict(), before)
+
+
 def test_a_write_to_a_state_dict_is_refused_until_it_is_loaded():
     params = parameters()
     optimizer = Staged(optim.NAdam, params)
@@ -345,8 +373,9 @@ def test_two_in_a_process_and_no_copies():
                 optimizer.step()
     assert all(same(ones, others) for ones, _, others, _ in pairs)
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"state_dict\(\)"):
-            call(pairs[0][3])
+        for what in (pairs[0][3], pairs[0][3].state[pairs[0][2][0]]):
+            with pytest.raises(TypeError, match=r"state_dict\(\)"):
+                call(what)
     told = repr(pairs[0][3])
     assert told.startswith("Staged (\n    cls: NAdam\n    chunk_bytes: 1\nParameter Group 0") and isinstance(pairs[0][3], optim.Optimizer)
 

@@ -242,6 +242,21 @@ def test_many_parameters_are_in_a_commit(tmp_path):
     resumed.close()
 
 
+def test_frozen_parameters_are_in_a_commit_if_they_were_stepped(tmp_path):
+    params, again = parameters(), parameters(seed=5)
+    for some in (params, again):
+        some[0].requires_grad_(False)
+    optimizer = on(tmp_path, "nadam", params)
+    gradients(params, 0, {0})
+    optimizer.step()
+    params[1].requires_grad_(False)
+    optimizer.commit()
+    optimizer.close()
+    resumed = on(tmp_path, "nadam", again)
+    assert same(params[1:], again[1:]) and same(again[0], parameters(seed=5)[0].requires_grad_(False))
+    resumed.close()
+
+
 def test_a_parameter_that_left_the_groups_is_refused_by_a_commit(tmp_path):
     params = parameters()
     optimizer = on(tmp_path, "nadam", params)
@@ -288,6 +303,7 @@ def test_a_failed_transfer_refuses_steps_until_a_rollback(tmp_path, monkeypatch)
     optimizer.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("call", ["step", "load_state_dict", "commit", "rollback", "state_dict"])
 def test_a_rollback_mends_what_an_interrupt_has_left(call, tmp_path):
     """A signal handler raises at the begin of functions of the package, one after another."""

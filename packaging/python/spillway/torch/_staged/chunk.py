@@ -118,13 +118,14 @@ class Chunk:
     def _views(self, memory: torch.Tensor, param: torch.Tensor) -> list[torch.Tensor]:
         return [leaf.of_bytes(memory, start) for leaf, start in zip(self.entries[param].leaves, self._starts[param])]
 
-    def keeps(self, entry: Entry) -> bool:
-        """True if the chunk has memory of this form for a state. It takes over the values that are no tensors then."""
-        own = self.entries.get(entry.param)
-        if own is None or own.stated != entry.stated or own.leaves != entry.leaves:
-            return False
+    def fits(self, entry: Entry) -> bool:
+        """True if the chunk has memory of this form for a state."""
+        own = self.entries[entry.param]
+        return own.stated == entry.stated and own.leaves == entry.leaves
+
+    def take(self, entry: Entry) -> None:
+        """Takes over the values of a state that are no tensors."""
         self.entries[entry.param] = entry._replace(tensors=())
-        return True
 
     def forget(self, param: torch.Tensor) -> None:
         """Forgets a state, whose bytes stay unused until the chunk is made again."""

@@ -145,8 +145,9 @@ class Flow:
         self._leave(job)
         job.tensors = tensors
         self._enter(job, job.tensors)
-        kept = [job.chunk.keeps(entry) for entry in entries]
-        if all(kept):
+        if all(map(job.chunk.fits, entries)):
+            for entry in entries:
+                job.chunk.take(entry)
             hosts = [view for param in job.params for view in job.chunk.views(job.memory, param)]
             job.event = job.lane.flush(hosts, job.tensors)
             return

@@ -389,17 +389,18 @@ class OnTier(Home):
             "count": self.count,
             "serial": self._serial,
             "chunks": [[chunk.kept.name, chunk.size, words.written(chunk, numbers)] for chunk in chunks],
-            "weights": [[*weights] for weights in self._weights(params)],
+            "weights": [[*weights] for weights in self._weights(params, chunks)],
             "learned": learned,
         }
 
-    def _weights(self, params: Sequence[torch.Tensor]) -> list[Weights]:
-        """The parameters that are trained, in parts of about the bytes of a chunk."""
+    def _weights(self, params: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> list[Weights]:
+        """The parameters that are trained, or have been, in parts of about the bytes of a chunk."""
+        stepped = {param for chunk in chunks for param in chunk.entries}
         found: list[list[int]] = []
         size = 0
         for number, param in enumerate(params):
             own = local(param).numel() * param.element_size()
-            if not (param.requires_grad and own):
+            if not ((param.requires_grad or param in stepped) and own):
                 continue
             if not found or size + own > self._bound:
                 found.append([])

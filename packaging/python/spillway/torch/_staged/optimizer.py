@@ -69,6 +69,9 @@ class Elsewhere(Mapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError("the states of Staged are not in optimizer.state, which cannot be copied or pickled; use optimizer.state_dict()")
+
     def __repr__(self) -> str:
         return f"<{', '.join(map(repr, self._names))} of Staged; optimizer.state_dict() reads them>"
 

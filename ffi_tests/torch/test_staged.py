@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+import staged_programs
 import torch
 from offload_runs import Stream
 from staged_runs import LateLane, Soap, gradients, parameters, same
@@ -240,6 +241,23 @@ def test_options_and_attributes_that_the_class_counts_in_count_once_a_step():
             optimizer.step()
     assert ours.memory().chunks > 3
     assert ours.param_groups[0]["calls"] == theirs.param_groups[0]["calls"] == ours._inner.optimizer.steps == theirs.steps == 5
+
+
+def test_a_class_counts_in_groups_without_gradients_too():
+    runs = []
+    for staged in (False, True):
+        params = parameters()
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = Staged(Soap, groups, chunk_bytes=1) if staged else Soap(groups)
+        for step in range(6):
+            gradients(params, step, {0, 1} if step % 2 else range(6) if step == 4 else ())
+            optimizer.step()
+        runs.append((params, optimizer.state_dict(), [group["calls"] for group in optimizer.param_groups]))
+    assert same(runs[0], runs[1]) and runs[1][2] == [6, 6]
+
+
+def test_random_programs_have_the_bits_of_the_class():
+    assert [text for seed in range(80) if (text := staged_programs.failure(seed))] == []
 
 
 def test_a_state_may_be_deleted_and_given():

@@ -143,6 +143,7 @@ class Turn:
         self._before = _attributes(inner.optimizer)
         self._attributes: dict[str, Any] | None = None
         self._options: dict[int, dict[str, Any]] = {}
+        self._compares = True
         #: The group of each parameter, and its place there.
         self._places = {param: (number, place) for number, group in enumerate(groups) for place, param in enumerate(group["params"])}
         step = type(inner.optimizer).step
@@ -155,7 +156,18 @@ class Turn:
         Raises:
             UnsupportedError: The class has changed something that concerns all parameters, in another way than for the chunk before."""
         chosen = set(params)
-        parts = self._parts(chosen)
+        return self._call(self._parts(chosen), states, chosen)
+
+    def rest(self) -> None:
+        """Shows the class the groups in which no parameter was stepped, if it changes options, or if there was no step at all: it may count
+        its steps there. Their parameters have no gradient, so that it steps none."""
+        unseen = {number: group for number, group in enumerate(self._groups) if number not in self._options}
+        if unseen and (not self._options or any(self._options.values())):
+            # Without a gradient it may leave attributes as they are.
+            self._compares = False
+            self._call({number: _part(group, [*range(len(group["params"]))]) for number, group in unseen.items()}, {}, set())
+
+    def _call(self, parts: dict[int, dict[str, Any]], states: dict[torch.Tensor, Any], chosen: set[torch.Tensor]) -> dict[Any, Any]:
         versions = {number: _versions(part) for number, part in parts.items()}
         own = self._inner.optimizer
         _set_attributes(own, self._before)
@@ -183,11 +195,12 @@ class Turn:
     def _note(self, after: dict[str, Any], parts: dict[int, dict[str, Any]], versions: dict[int, list[int]]) -> None:
         name = self._inner.name
         changed = _changed(self._before, after)
-        if self._attributes is not None and (differs := _differing(self._attributes, changed)):
+        if self._attributes is None:
+            self._attributes = changed
+        elif self._compares and (differs := _differing(self._attributes, changed)):
             raise UnsupportedError(
                 f"Staged: the step of {name} changes its attribute {differs!r} otherwise for each part of the parameters, {_CURE}"
             )
-        self._attributes = changed
         for number, part in parts.items():
             if _versions(part) != versions[number]:
                 raise UnsupportedError(f"Staged: the step of {name} writes to a tensor in the options of a group, {_CURE}")

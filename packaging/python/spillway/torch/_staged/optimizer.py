@@ -194,6 +194,7 @@ class Staged(torch.optim.Optimizer):
 
         try:
             self._flow.run(params, step)
+            turn.rest()
         finally:
             turn.end()
             self._note_states()

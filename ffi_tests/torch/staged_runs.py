@@ -166,5 +166,6 @@ class LateLane(Lane):
             self._present = []
 
     def settle(self):
+        self.log.append("settle")
         for event in self._last:
             event.result()

@@ -301,7 +301,7 @@ def test_states_with_other_strides_and_dtypes_keep_them():
     assert same(runs[0], runs[1])
 
 
-def test_a_failed_step_leaves_whole_chunks():
+def test_a_failed_step_leaves_whole_chunks(lane):
     """The class raises at the third chunk: two are stepped, and the others have their states of before."""
 
     class Fails(optim.SGD):
@@ -326,8 +326,11 @@ def test_a_failed_step_leaves_whole_chunks():
     try:
         Fails.at = params[2]
         states = optimizer.state_dict()["state"]
+        lane.log.clear()
         with pytest.raises(RuntimeError, match="the third chunk"):
             optimizer.step()
+        # The memory of the third chunk is free after what the class has begun there. The second one leaves.
+        assert lane.log[-4:] == ["fetch", "arrive", "settle", "wait"] and lane.log.count("flush") == 2
     finally:
         Fails.at = None
     stepped, after = theirs.state_dict()["state"], optimizer.state_dict()["state"]

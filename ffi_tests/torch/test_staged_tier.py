@@ -18,7 +18,7 @@ from spillway import InvalidArgumentError, OutOfOrderError, UnsupportedError
 from spillway.torch import Staged
 
 WORKER = pathlib.Path(__file__).with_name("staged_worker.py")
-#: One of two processes of a run. Rank 1 cannot write in the fifth step, and is killed in the second part after its commit.
+#: One of two processes of a run. Rank 1 refuses the fifth step, then cannot write in it, and is killed in the second part after its commit.
 RANKS = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
@@ -41,6 +41,15 @@ for step in range(5 if again else 4):
 if not again:
     train(range(4))
     optimizer.commit()
+    saved = optimizer.state_dict()
+    if rank == 1:
+        saved["state"][0]["exp_avg"].zero_()
+    try:
+        train([4])
+    except (spillway.InvalidArgumentError, spillway.TierError) as error:
+        print(rank, "refused", type(error).__name__, flush=True)
+    optimizer.rollback()
+    assert same(params, twins)
     put = optimizer._home.tiered.tier.put
     if rank == 1:
         def fail(*_):
@@ -204,7 +213,7 @@ def test_processes_commit_together(tmp_path):
         ends = [rank.communicate(timeout=300) for rank in ranks]
         assert [rank.returncode for rank in ranks] == ([0, -9] if part == "begin" else [0, 0]), ends
         told.append(sorted(line for out, _ in ends for line in out.splitlines()))
-    assert told == [["0 TierError", "1 IoError"], ["0 resumed 5", "1 resumed 5"]]
+    assert told == [["0 TierError", "0 refused TierError", "1 IoError", "1 refused InvalidArgumentError"], ["0 resumed 5", "1 resumed 5"]]
 
 
 def test_groups_that_are_added_are_in_the_commit(tmp_path):

@@ -176,9 +176,9 @@ class OnTier(Home):
 
     def together(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), a step, once all processes have made theirs."""
-        self.check()
 
         def counted() -> _Result:
+            self.check()
             found = self.watched(work)
             self.count += 1
             return found
@@ -360,11 +360,18 @@ class OnTier(Home):
     # Commits.
 
     @lasting
-    def commit(self, chunks: Sequence[Chunk], learned: dict[str, Any], step: int | None, payload: bytes, wait: bool) -> Commit | None:
-        """Makes states and parameters durable. `learned`: what the class has changed in its options and attributes."""
+    def commit(
+        self, present: Callable[[], tuple[list[Chunk], dict[str, Any]]], step: int | None, payload: bytes, wait: bool
+    ) -> Commit | None:
+        """Makes states and parameters durable. An error in one process is an error in all.
+
+        Args:
+            present: Returns the chunks, and what the class has changed in its options and attributes.
+            step, payload, wait: As for Staged.commit."""
 
         def prepared() -> Prepared:
             self.check()
+            chunks, learned = self.watched(present)
             self.watched(lambda: self._end_all(chunks))
             facts = self._facts(chunks, learned)
             self.watched(lambda: self._write_weights(facts["weights"]))

@@ -174,11 +174,11 @@ class Staged(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._given.check()
         self._home.together(self._step_once)
         return loss
 
     def _step_once(self) -> None:
+        self._given.check()
         self._check_groups()
         self._adopt()
         scaler: dict[str, Any] = {name: self.__dict__[name] for name in ("grad_scale", "found_inf") if name in self.__dict__}
@@ -384,10 +384,13 @@ class Staged(torch.optim.Optimizer):
             IoError: A path failed; the last commit is intact.
             TierError: Another process failed."""
         home = self._on_tier("commit")
-        self._given.check()
-        home.check()
-        home.watched(self._adopt)
-        return home.commit(self._flow.chunks, self._inner.learned(self.param_groups), step, payload, wait)
+
+        def present() -> tuple[list[Chunk], dict[str, Any]]:
+            self._given.check()
+            self._adopt()
+            return self._flow.chunks, self._inner.learned(self.param_groups)
+
+        return home.commit(present, step, payload, wait)
 
     def rollback(self) -> None:
         """Returns states and parameters to the last commit, also after a step that failed. Learning rates and other options stay, except

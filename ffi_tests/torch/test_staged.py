@@ -10,7 +10,7 @@ from offload_runs import Stream
 from staged_runs import LateLane, Soap, gradients, parameters, same
 from torch import optim
 
-from spillway import InvalidArgumentError, UnsupportedError
+from spillway import InvalidArgumentError, OutOfOrderError, UnsupportedError
 from spillway.torch import Staged
 from spillway.torch._staged.lane import DeviceLane
 from spillway.torch._staged.leaves import Leaf
@@ -162,6 +162,33 @@ def test_a_state_dict_that_the_class_refuses_changes_nothing():
     with pytest.raises(InvalidArgumentError, match="state of 77, which none of its groups names"):
         ours.load_state_dict({**theirs.state_dict(), "state": {77: {}}})
     assert same(ours.state_dict(), before) and same(ours.param_groups, groups)
+
+
+def test_a_load_that_was_interrupted_is_made_again():
+    ones, theirs, others, ours = both("nadam", 1)
+    for params, optimizer in ((ones, theirs), (others, ours)):
+        gradients(params, 0)
+        optimizer.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    keep, left = ours._flow._keep, [3]
+
+    def interrupted(entries):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        keep(entries)
+
+    ours._flow._keep = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        ours.load_state_dict(saved)
+    for call in (ours.step, ours.state_dict):
+        with pytest.raises(OutOfOrderError, match="a load was interrupted.*load the state dict again"):
+            call()
+    ours.load_state_dict(saved)
+    for params, optimizer in ((ones, theirs), (others, ours)):
+        gradients(params, 1)
+        optimizer.step()
+    assert same(ones, others) and same(theirs.state_dict(), ours.state_dict())
 
 
 def test_groups_schedules_closures_and_hooks_are_those_of_a_torch_optimizer():

@@ -5,16 +5,14 @@ last commit with all of these.
 
 Invariants:
 - A chunk with another form gets a new extent. The extent of the last commit stays until the next one.
-- A buffer is used again after the put of it has ended.
 - After a failed transfer every step is refused until rollback() or load_state_dict()."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,20 +23,18 @@ from ..._tier_options import payload_of
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError
 from ...tier import Tier
 from ...tiered import Prepared, Record, Tiered
-from .._copies import copy_all
 from .._layout import described
-from .._tensors import check_has_memory, lasting, local
+from .._tensors import lasting
 from .._tier_states import TierOptions, check_order, check_parameters
 from . import words
-from .chunk import Chunk, Entry
+from .buffers import Buffers
+from .chunk import Chunk
 from .home import Home
-from .lane import host_memory
+from .weights import Trained, Weights
 
 _Result = TypeVar("_Result")
 #: Takes over the chunks of a commit, and what the class had changed in its options and attributes.
 Take = Callable[[list[Chunk], dict[str, Any]], None]
-#: Buffers that are kept: of the chunk that comes, the one that is stepped, and two that leave.
-_BUFFERS = 4
 #: How the names of extents of chunks begin.
 _CHUNK = "chunk-"
 #: Fields of TierOptions that states of any class have no use for.
@@ -89,29 +85,6 @@ class Kept:
         self.leaving: int | None = None
 
 
-class Trained(NamedTuple):
-    """All parameters of an optimizer.
-
-    Attributes:
-        params, names: Those, and their names in messages.
-        given: Their names in the groups; None for one without."""
-
-    params: list[torch.Tensor]
-    names: list[str]
-    given: list[str | None]
-
-
-class Weights(NamedTuple):
-    """Parameters in an extent.
-
-    Attributes:
-        name: That of the extent.
-        numbers: Those of the parameters."""
-
-    name: str
-    numbers: list[int]
-
-
 class OnTier(Home):
     """Chunks on a tier.
 
@@ -135,14 +108,9 @@ class OnTier(Home):
                 raise UnsupportedError(f"Staged: {field} of TierOptions is for the optimizers of spillway.torch; leave it out")
         self.count, self._kind, self._bound = 0, kind, bound
         self._trained = trained
-        #: The numbers of the extents of parameters, by their names.
-        self._weights_known: dict[str, int] = {}
+        self._weights, self._buffers = Weights(), Buffers(lambda: self.tiered.tier)
         self._asked = [path.directory and os.fspath(path.directory) for path in options.paths]
-        self._free: list[torch.Tensor] = []
-        #: Puts in flight: the ticket, and the buffer.
-        self._busy: deque[tuple[int, torch.Tensor]] = deque()
-        self._bytes = self._largest = self._serial = 0
-        self._failed = False
+        self._serial, self._failed = 0, False
         self.tiered = Tiered(
             "Staged",
             "staged",
@@ -218,12 +186,12 @@ class OnTier(Home):
         kept: Kept = chunk.kept
         if kept.name is None or kept.coming is not None:
             return
-        self._wait_for(kept)
-        buffer = self._take(chunk)
+        self._end_put(kept)
+        buffer = self._buffer(chunk)
         try:
             kept.coming = buffer, self.tiered.tier.get(kept.number, [buffer[: chunk.size]])
         except BaseException:
-            self._free.append(buffer)
+            self._buffers.give(buffer)
             raise
 
     def memory(self, chunk: Chunk) -> torch.Tensor:
@@ -235,7 +203,7 @@ class OnTier(Home):
 
     def blank(self, chunk: Chunk) -> torch.Tensor:
         """A buffer for the states of a new chunk."""
-        return self._take(chunk) if chunk.size else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._buffer(chunk) if chunk.size else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def keep(self, chunk: Chunk, memory: torch.Tensor) -> None:
         """Starts to write a chunk."""
@@ -248,19 +216,19 @@ class OnTier(Home):
             chunk.kept = Kept(name, -1 if name is None else self.tiered.tier.define(name, [chunk.size]))
         if chunk.size:
             ticket = chunk.kept.leaving = self.tiered.tier.put(chunk.kept.number, [memory[: chunk.size]])
-            self._busy.append((ticket, memory))
+            self._buffers.leave(ticket, memory)
 
     def release(self, memory: torch.Tensor) -> None:
         """The buffer is free."""
         if len(memory):
-            self._free.append(memory)
+            self._buffers.give(memory)
 
     def drop(self, chunk: Chunk) -> None:
         """Removes the extent of a chunk."""
         kept, chunk.kept = chunk.kept, None
         if kept is not None and kept.name is not None:
             self._end_get(kept)
-            self._wait_for(kept)
+            self._end_put(kept)
             self.tiered.changes()
             self.tiered.tier.remove(kept.number)
 
@@ -280,45 +248,19 @@ class OnTier(Home):
 
     def host_bytes(self, chunks: list[Chunk]) -> int:
         """Bytes of all buffers."""
-        return self._bytes
+        return self._buffers.bytes
 
-    def _take(self, chunk: Chunk) -> torch.Tensor:
-        """A buffer for a chunk: a free one, one whose put has ended, or a new one."""
-        self._largest = max(self._largest, chunk.size)
-        while True:
-            for number, buffer in enumerate(self._free):
-                if len(buffer) >= chunk.size:
-                    return self._free.pop(number)
-            # Those that are free are too small.
-            self._bytes -= sum(map(len, self._free))
-            self._free = []
-            if not self._busy or self._bytes + self._largest <= _BUFFERS * self._largest:
-                self._bytes += self._largest
-                return host_memory(self._largest, next(iter(chunk.entries)))
-            self._end_put()
+    def _buffer(self, chunk: Chunk) -> torch.Tensor:
+        return self._buffers.take(chunk.size, next(iter(chunk.entries)))
 
-    def _end_put(self) -> None:
-        """Waits for the oldest put."""
-        ticket, buffer = self._busy[0]
-        try:
-            self.tiered.tier.wait(ticket)
-        except Exception:
-            self._bytes -= len(buffer)
-            self._busy.popleft()
-            raise
-        # In this order: after an interrupt in between the put is waited for again.
-        self._busy.popleft()
-        self._free.append(buffer)
-
-    def _wait_for(self, kept: Kept) -> None:
-        """Waits for the put of an extent, which are in their order."""
-        while kept.leaving is not None and any(ticket == kept.leaving for ticket, _ in self._busy):
-            self._end_put()
+    def _end_put(self, kept: Kept) -> None:
+        if kept.leaving is not None:
+            self._buffers.end_until(kept.leaving)
         kept.leaving = None
 
     def _end_get(self, kept: Kept) -> None:
         if kept.coming is not None:
-            self._free.append(self._arrived(kept))
+            self._buffers.give(self._arrived(kept))
 
     def _arrived(self, kept: Kept) -> torch.Tensor:
         """The buffer of a get that was begun, once it has ended."""
@@ -327,8 +269,7 @@ class OnTier(Home):
         try:
             self.tiered.tier.wait(ticket)
         except Exception:
-            # The library may still write to the buffer.
-            self._bytes -= len(buffer)
+            self._buffers.lose(buffer)
             kept.coming = None
             raise
         kept.coming = None
@@ -338,8 +279,7 @@ class OnTier(Home):
         """Ends all transfers of these chunks."""
         for chunk in chunks:
             self._end_get(chunk.kept)
-        while self._busy:
-            self._end_put()
+        self._buffers.end_all()
 
     def rest(self, chunks: Sequence[Chunk]) -> None:
         """Ends all transfers of these chunks, without their errors."""
@@ -348,14 +288,10 @@ class OnTier(Home):
                 with suppress(SpillwayError):
                     self._end_get(chunk.kept)
                 chunk.kept.coming = chunk.kept.leaving = None
-        while self._busy:
-            with suppress(SpillwayError):
-                self._end_put()
+        self._buffers.forget()
         with suppress(SpillwayError):
             # Those that an interrupt has left.
             self.tiered.tier._transfer(())
-        # Nobody uses a buffer any more.
-        self._free, self._bytes = [], 0
 
     # Commits.
 
@@ -374,13 +310,14 @@ class OnTier(Home):
             chunks, learned = self.watched(present)
             self.watched(lambda: self._end_all(chunks))
             facts = self._facts(chunks, learned)
-            self.watched(lambda: self._write_weights(facts["weights"]))
+            self.watched(lambda: self._weights.write(self.tiered.tier, self._trained(), facts["weights"]))
             return Prepared(whole_number(self.count if step is None else step, "step"), self.count, facts, payload_of(payload))
 
         return self.tiered.commit(prepared, wait)
 
     def _facts(self, chunks: Sequence[Chunk], learned: dict[str, Any]) -> dict[str, Any]:
-        params, _, given = self._trained()
+        trained = self._trained()
+        params, _, given = trained
         numbers = {param: number for number, param in enumerate(params)}
         for entry in (entry for chunk in chunks for entry in chunk.entries.values()):
             if entry.param not in numbers:
@@ -396,76 +333,17 @@ class OnTier(Home):
             "count": self.count,
             "serial": self._serial,
             "chunks": [[chunk.kept.name, chunk.size, words.written(chunk, numbers)] for chunk in chunks],
-            "weights": [[*weights] for weights in self._weights(params, chunks)],
+            "weights": Weights.divided(trained, (param for chunk in chunks for param in chunk.entries), self._bound),
             "learned": learned,
         }
-
-    def _weights(self, params: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> list[Weights]:
-        """The parameters that are trained, or have been, in parts of about the bytes of a chunk."""
-        stepped = {param for chunk in chunks for param in chunk.entries}
-        found: list[list[int]] = []
-        size = 0
-        for number, param in enumerate(params):
-            own = local(param).numel() * param.element_size()
-            if not ((param.requires_grad or param in stepped) and own):
-                continue
-            if not found or size + own > self._bound:
-                found.append([])
-                size = 0
-            found[-1].append(number)
-            size += own
-        # An extent has one size: other parameters are another extent.
-        return [Weights(f"weights-{numbers[0]:08}-{numbers[-1]:08}-{len(numbers)}", numbers) for numbers in found]
-
-    def _write_weights(self, weights: Sequence[Sequence[Any]]) -> None:
-        tier = self.tiered.tier
-        try:
-            self._put_weights(tier, weights)
-        except BaseException:
-            # Nothing of them is in flight when the next commit begins.
-            tier._transfer(())
-            raise
-
-    def _put_weights(self, tier: Tier, weights: Sequence[Sequence[Any]]) -> None:
-        for name in self._weights_known.keys() - {name for name, _ in weights}:
-            tier.remove(self._weights_known.pop(name))
-        last: int | None = None
-        for name, numbers in weights:
-            chunk, tensors = self._together(numbers)
-            memory = torch.empty(chunk.size, dtype=torch.uint8, device="cpu")
-            for param, own in tensors.items():
-                copy_all(chunk.views(memory, param), own)
-            # One part is written while the next one is copied.
-            if last is not None:
-                tier.wait(last)
-            extent = self._weights_known[name] = tier.define(name, [chunk.size])
-            last = tier.put(extent, [memory])
-        if last is not None:
-            tier.wait(last)
-
-    def _together(self, numbers: Sequence[int]) -> tuple[Chunk, dict[torch.Tensor, Sequence[torch.Tensor]]]:
-        """Parameters as the entries of a chunk, and their plain tensors."""
-        params, names, _ = self._trained()
-        for number in numbers:
-            check_has_memory(local(params[number]), names[number])
-        entries = [Entry.of(params[number], names[number], {params[number]: params[number].detach()}) for number in numbers]
-        return Chunk(entries), {entry.param: entry.tensors for entry in entries}
 
     @lasting
     def resumed(self, committed: Record) -> tuple[list[Chunk], dict[str, Any]]:
         """Gives the parameters their values of a commit. Returns its chunks, and what the class had changed in its options and
         attributes."""
         facts, tier = committed.facts, self.tiered.tier
-        self._weights_known = {}
         self._keep_only(name for name, *_ in [*facts["weights"], *facts["chunks"]])
-        for name, numbers in facts["weights"]:
-            chunk, tensors = self._together(numbers)
-            self._weights_known[name] = extent = tier.define(name, [chunk.size])
-            memory = torch.empty(chunk.size, dtype=torch.uint8, device="cpu")
-            tier.wait(tier.get(extent, [memory]))
-            for param, own in tensors.items():
-                for tensor, host in zip(own, chunk.views(memory, param)):
-                    tensor.copy_(host)
+        self._weights.read(tier, self._trained(), facts["weights"])
         params, names, _ = self._trained()
         found = []
         for name, size, entries in facts["chunks"]:
@@ -504,5 +382,4 @@ class OnTier(Home):
     def close(self) -> None:
         """Closes the tier; states since the last commit are lost."""
         self.tiered.close()
-        self._free = []
-        self._busy.clear()
+        self._buffers.close()

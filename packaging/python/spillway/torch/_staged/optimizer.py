@@ -22,7 +22,8 @@ from .flow import Flow
 from .home import Home
 from .inner import Inner
 from .leaves import Collected, Leaf
-from .on_tier import OnTier, Trained
+from .on_tier import OnTier
+from .weights import Trained
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

@@ -21,6 +21,8 @@ class Home:
 
     #: True while whole() runs, and after one that did not end.
     _mixed = False
+    #: The directory of the values of state dicts; None: they are in memory.
+    directory: Any = None
     #: The error that the class has raised in its step.
     of_class: BaseException | None = None
 
@@ -72,9 +74,6 @@ class Home:
         found = work()
         self._mixed = False
         return found
-
-    #: The directory of the values of state dicts; None: they are in memory.
-    directory: Any = None
 
     def host_bytes(self, chunks: list[Chunk]) -> int:
         """Bytes of host memory for chunks."""

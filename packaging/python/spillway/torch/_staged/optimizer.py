@@ -127,19 +127,19 @@ class Staged(torch.optim.Optimizer):
         self._check_groups()
         self._home = Home() if tier is None else OnTier(tier, f"{cls.__module__}.{cls.__qualname__}", self._trained, chunk_bytes)
         self._flow = Flow(self._home, chunk_bytes, self._name_of)
-        if isinstance(self._home, OnTier):
-            self._begin(self._home)
-        self._adopt()
+        try:
+            if isinstance(self._home, OnTier):
+                self._begin(self._home)
+            self._adopt()
+        except BaseException:
+            self._home.close()
+            raise
 
     def _begin(self, home: OnTier) -> None:
         """Takes what was committed to the tier."""
         self.resumed_step = home.tiered.resumed_step
         self.payload = b"" if home.tiered.committed is None else home.tiered.committed.payload
-        try:
-            home.resume(self._take)
-        except BaseException:
-            home.close()
-            raise
+        home.resume(self._take)
 
     def _take(self, chunks: list[Chunk], learned: dict[str, Any]) -> None:
         """Has the chunks of a commit, and what the class had changed then."""

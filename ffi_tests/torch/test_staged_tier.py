@@ -432,6 +432,19 @@ def test_options_that_have_no_use_and_other_tiers_are_refused(tmp_path):
         on(tmp_path, "nadam", parameters())
 
 
+def test_a_constructor_that_fails_closes_its_tier(tmp_path):
+    class Sparse(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+            self.state[self.param_groups[0]["params"][0]] = {"sum": torch.zeros(3).to_sparse()}
+
+    with pytest.raises(UnsupportedError, match="no plain memory") as refused:
+        Staged(Sparse, parameters(), tier=options(tmp_path))
+    # The error refers to the optimizer, whose tier another one may open.
+    on(tmp_path, "nadam", parameters()).close()
+    del refused
+
+
 def test_a_closed_tier_refuses_calls(tmp_path):
     params = parameters()
     optimizer = on(tmp_path, "nadam", params)

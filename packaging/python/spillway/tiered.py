@@ -19,7 +19,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from . import _abi, _files, _ranks, _values
 from ._commit import Commit
@@ -158,6 +158,24 @@ class Found(NamedTuple):
     record: Record
 
 
+class Update(Protocol):
+    """What is committed with a tier: a Swap, or states of another kind."""
+
+    _user: str
+
+    def _commit(self, step: int, payload: bytes, status: list[int]) -> None:
+        """Commits, and appends the status of the call to `status`, also if a signal handler raises after the call."""
+
+    def _begin_commit(self, step: int, payload: bytes, commit: Commit) -> Commit:
+        """Begins a commit that continues beside changes of the states."""
+
+    def rollback(self) -> None:
+        """Restores the states of the last commit."""
+
+    def close(self) -> None:
+        """Frees the memory of the update."""
+
+
 class Handles:
     """An open tier and the update on it, in the order in which they close.
 
@@ -167,7 +185,7 @@ class Handles:
 
     def __init__(self, tier: Tier, close_tier: Callable[[Tier], object]):
         self.process, self.closed, self.tier, self.close_tier = os.getpid(), False, tier, close_tier
-        self.swap: Swap | None = None
+        self.swap: Update | None = None
         #: The last commit that was begun beside steps.
         self.commit: Commit | None = None
 
@@ -279,7 +297,7 @@ class Tiered:
         place: Place,
         cure: str,
         foreign: str,
-        update: Callable[[Tier, Record | None], Swap],
+        update: Callable[[Tier, Record | None], Update],
         limit: Callable[[SpillwayError], Exception | None] = lambda error: None,
         open_tier: Callable[[], Tier] | None = None,
         close_tier: Callable[[Tier], object] = Tier.close,
@@ -355,9 +373,9 @@ class Tiered:
 
     @property
     def swap(self) -> Swap:
-        """The update."""
+        """The update; a Swap, except for a caller that has opened another kind."""
         assert self._handles.swap is not None
-        return self._handles.swap
+        return cast(Swap, self._handles.swap)
 
     @property
     def is_own(self) -> bool:

@@ -20,6 +20,7 @@ A checkpoint keeps bf16 moments and masters. A master takes the value of its par
 `param.data`, which leaves no trace.
 
 `offload` makes an optimizer for parameters on any device: masters and moments are in host memory, and its steps start during backward.
+`Staged` keeps the states of any other torch optimizer in host memory or on a tier.
 `Flow` keeps the weights of a model in host memory, and on the device those that are used. The module `spillway.torch.dcp` saves and loads
 checkpoints of torch.distributed.checkpoint, whose values move one by one between a tier and the files."""
 
@@ -35,6 +36,7 @@ from ..errors import InvalidArgumentError
 from ._keywords import take_beyond
 from ._offload.optimizer import offload
 from ._optimizer import SpillwayOptimizer
+from ._staged.optimizer import Staged
 from ._states import ADAM, ADAMW
 from ._tier_states import TierOptions
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from ._keywords import Beyond
     from ._offload.flow import Flow
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "Staged", "TierOptions", "offload"]
 
 
 def __getattr__(name: str) -> Any:

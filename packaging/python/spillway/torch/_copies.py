@@ -42,7 +42,7 @@ class HostLink:
 
     def out_all(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """As `out` for each pair."""
-        _copy_all(hosts, tensors)
+        copy_all(hosts, tensors)
 
     def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor. Later work of the caller on that device sees it."""
@@ -50,7 +50,7 @@ class HostLink:
 
     def back_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         """As `back` for each pair."""
-        _copy_all(tensors, hosts)
+        copy_all(tensors, hosts)
 
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
@@ -66,11 +66,11 @@ class HostLink:
 
     def bring_second(self, copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Any:
         """Starts the copies of host memory to second copies, beside all other copies. Returns their fence."""
-        _copy_all(copies, hosts)
+        copy_all(copies, hosts)
 
     def place_all(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], fence: Any) -> None:
         """Gives tensors the values of their second copies, which arrive with a fence. Later work of the caller on the device sees them."""
-        _copy_all(tensors, copies)
+        copy_all(tensors, copies)
 
     def release(self) -> None:
         """Later work of the caller on the device may overwrite what is copied to the host."""
@@ -112,7 +112,7 @@ class DeviceLink(HostLink):
         while self._followed:
             self._stream.wait_stream(self._followed.pop())
         with self._stream:
-            _copy_all(hosts, tensors)
+            copy_all(hosts, tensors)
             for tensor in tensors:
                 tensor.record_stream(self._stream)
 
@@ -150,20 +150,20 @@ class DeviceLink(HostLink):
         if self._placed is not None:
             self._early.wait_event(self._placed)
         with self._early:
-            _copy_all(copies, hosts)
+            copy_all(copies, hosts)
         return self._early.record_event()
 
     def place_all(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], fence: Any) -> None:
         """Gives tensors the values of their second copies, on the caller's stream."""
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(fence)
-        _copy_all(tensors, copies)
+        copy_all(tensors, copies)
         self._placed = stream.record_event()
 
     def _bring_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            _copy_all(tensors, hosts)
+            copy_all(tensors, hosts)
 
     def release(self) -> None:
         """Makes the caller's later work on the device wait for the copies that were started before."""
@@ -178,7 +178,7 @@ class DeviceLink(HostLink):
         torch.accelerator.current_stream(self._device).wait_event(fence)
 
 
-def _copy_all(to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_all(to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies of tensors, in one call; those between a device and page-locked memory are only begun."""
     if to:
         torch._foreach_copy_(to, sources, non_blocking=True)

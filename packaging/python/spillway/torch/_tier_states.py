@@ -239,14 +239,14 @@ class TierStates:
     def _update(self, tier: Tier, committed: Record | None, options: TierOptions, memory_budget: int | None) -> Swap:
         if committed is not None:
             facts = committed.facts
-            _check_parameters(facts, self.params, self.names)
-            _check_order(facts, self._given, self.names, "the tier")
+            check_parameters(facts, self.params, self.names)
+            check_order(facts, self._given, self.names, "the tier")
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         elif self._begun_from is not None:
             facts = self._begun_from.records[0].facts
             _check_whole(facts, self.params, self.names, self._begun_from.where)
-            _check_order(facts, self._given, self.names, self._begun_from.where)
+            check_order(facts, self._given, self.names, self._begun_from.where)
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         counts = self._counts()
@@ -315,8 +315,8 @@ class TierStates:
 
     def check_record(self, record: Record) -> None:
         """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
-        _check_parameters(record.facts, self.params, self.names)
-        _check_order(record.facts, self._given, self.names, "the snapshot")
+        check_parameters(record.facts, self.params, self.names)
+        check_order(record.facts, self._given, self.names, "the snapshot")
         stored, moments = record.facts["moments"], str(self.moment_dtype).removeprefix("torch.")
         if stored != moments:
             raise InvalidArgumentError(
@@ -472,14 +472,14 @@ class TierStates:
         return values_of(local(self.params[piece.parameter]).detach(), piece.start, piece.count)
 
 
-def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
+def check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
     """Raises InvalidArgumentError if the facts of a commit are those of other parameters; the message names the first one that differs."""
     cure = "pass the model of the run that committed, or other paths or another job for this one"
     _check_each(committed, [*map(described, params)], committed["parameters"], params, names, ("the tier", cure))
 
 
 def _check_whole(committed: dict[str, Any], params: list[torch.Tensor], names: list[str], where: str) -> None:
-    """As _check_parameters(), of whole parameters, whatever part of them a process has."""
+    """As check_parameters(), of whole parameters, whatever part of them a process has."""
     own, stored = ([in_words(dtype, shape) for dtype, shape, _, _ in boxes] for boxes in (map(box_of, params), committed["boxes"]))
     _check_each(committed, own, stored, params, names, (where, "pass the model of the run that committed"))
 
@@ -505,7 +505,7 @@ def _check_each(
             )
 
 
-def _check_order(committed: dict[str, Any], given: list[str | None], names: list[str], where: str) -> None:
+def check_order(committed: dict[str, Any], given: list[str | None], names: list[str], where: str) -> None:
     """Raises InvalidArgumentError if the parameters have the names of those of a commit in another order. Other names say nothing: wrappers
     change them."""
     own, stored = ([_WRAPPERS.sub("", name or "") for name in those] for those in (given, committed.get("names", [])))

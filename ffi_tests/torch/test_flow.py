@@ -237,11 +237,13 @@ def test_layers_that_are_kept_are_copied_once_per_change():
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_offload_with_weights_that_flow(copies, weights, verdict, dtype, overlap):
+@pytest.mark.parametrize("narrow", [{}, {"moment_dtype": "int8", "master": "split"}], ids=["wide", "narrow"])
+def test_offload_with_weights_that_flow(copies, weights, verdict, dtype, overlap, narrow):
     torch.manual_seed(3)
     models = [Model().to(dtype)]
     models.append(copy.deepcopy(models[0]))
     make = functools.partial(spillway.torch.offload, kind=torch.optim.AdamW, lr=0.01, max_norm=0.5, bucket_bytes=2000, overlap=overlap)
+    make = functools.partial(make, **narrow)
     optimizers = [make(models[0]), make(models[1], weights=weights, device="cpu", verdict=verdict)]
     for step in range(6):
         ids = torch.randint(11, (3, 4))

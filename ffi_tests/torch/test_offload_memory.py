@@ -235,7 +235,7 @@ def train(params, steps, **options):
 options = {
     "int8": dict(moment_dtype="int8", master="split"), "split": dict(moment_dtype=torch.bfloat16, master="split"), "f32": {}
 }[sys.argv[1]]
-shapes = [(1024, 1024)] * 24 + [(4096, 1024)] * 2 + [(1024,)] * 50 + [(3, 341)]
+shapes = [(1024, 1024)] * 64 + [(4096, 1024)] * 2 + [(1024,)] * 50 + [(3, 341)]
 params = [torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16)) for shape in shapes]
 for param in params:
     param.grad = torch.zeros_like(param)

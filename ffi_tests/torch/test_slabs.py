@@ -158,6 +158,34 @@ def test_many_tensors_of_one_size_waste_nothing(elements):
     assert slabs.bytes <= 1.001 * sum(tensor.nbytes for tensor in kept)
 
 
+def _states(elements, narrow):
+    """Bytes of the gradient, the weights and the states of a bfloat16 parameter, as offload() takes them."""
+    moments = [elements, elements, -(-elements // 32) * 2, -(-elements // 32) * 2, elements * 2] if narrow else [elements * 4] * 3
+    return [elements * 2, elements * 2, *moments]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [1 << 20] * 96,
+        [3 << 19] * 300,
+        [1 << 16] * 2000,
+        [100_000] * 2000,
+        [300_001] * 300,
+        [*[1 << 18, 1 << 16, 1 << 16, 1 << 18, *[917_504] * 3, 4096, 4096] * 32, 8_208_384, 8_208_384],
+        [*[2048 * 2048] * 4, 2048 * 64, *[1408 * 2048] * 192, 2048, 2048],
+    ],
+    ids=["1 Mi", "1.5 Mi", "64 Ki", "100,000", "300,001", "a small Llama", "experts"],
+)
+def test_the_states_of_a_model_waste_at_most_half_a_hundredth(shapes, narrow, monkeypatch):
+    made = []
+    monkeypatch.setattr(_slabs.Pages, "take", lambda size, freed: made.append(size) or _Sized(size))
+    slabs, sizes = _slabs.Slabs(_slabs.Pages), [size for elements in shapes for size in _states(elements, narrow)]
+    kept = [slabs._place(size)[0] for size in sizes]
+    assert len(kept) == len(sizes) and sum(made) <= 1.005 * sum(sizes)
+
+
 def test_a_registration_ends_before_its_memory_does():
     seen = []
 

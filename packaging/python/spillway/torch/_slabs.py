@@ -28,8 +28,10 @@ from ..errors import UnsupportedError
 
 #: Tensors begin at multiples of this: a cache line.
 _ALIGNMENT = 64
-#: Least and most bytes of a slab for small tensors, and the part of the most above which a tensor has a slab of its own.
-_LEAST, _MOST, _SMALL = 1 << 20, 64 << 20, 16
+#: Least and most bytes of a slab for small tensors.
+_LEAST, _MOST = 1 << 20, 64 << 20
+#: A tensor of these bytes has a slab of its own: whole pages are at most a hundredth more.
+_LARGE = 512 << 10
 #: A slab for small tensors has this part of the bytes that are in use: no more than that is unused.
 _PART = 256
 #: Number of slabs whose last bytes later tensors may have.
@@ -166,9 +168,12 @@ class Slabs:
             if slab is not None and start + size <= len(slab):
                 left[number] = of, start + size
                 return slab, start
-        if size > _MOST // _SMALL:
+        if size >= _LARGE:
             return self._make(_up(size, mmap.PAGESIZE)), 0
-        slab = self._make(_up(max(size, min(_MOST, max(_LEAST, self.bytes // _PART))), mmap.PAGESIZE))
+        # Room for a whole number of such tensors: models have many of one size.
+        each = _up(size, _ALIGNMENT)
+        count = min(_MOST, max(_LEAST, self.bytes // _PART)) // each
+        slab = self._make(_up(count * each, mmap.PAGESIZE))
         self._mine.left = [*left[1 - _OPEN :], (weakref.ref(slab), size)]
         return slab, 0
 

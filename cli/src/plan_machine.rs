@@ -35,6 +35,11 @@ pub struct Options {
     /// A machine of a paper: gh200, dos-h100, dos-v100, mlp-offload-1 or mlp-offload-2; without it, this machine.
     #[arg(long, requires = "model")]
     machine: Option<String>,
+    /// Memory of each GPU and host memory for the run, such as 24GB,64GB: prints what fits, fastest first, and the call
+    /// that uses it.
+    #[arg(long, requires = "model", value_name = "GPU,HOST", value_parser = fit,
+          conflicts_with_all = ["gpu_memory", "host_memory"])]
+    pub fit: Option<(ByteSize, ByteSize)>,
     /// Memory of each GPU, such as 80GB.
     #[arg(long, requires = "model")]
     gpu_memory: Option<ByteSize>,
@@ -66,6 +71,12 @@ pub struct Options {
     /// A report of `python -m spillway.bench adam --json=FILE`: its fastest case in f32.
     #[arg(long, requires = "model", value_name = "REPORT.json")]
     adam_report: Option<PathBuf>,
+}
+
+/// The two sizes of `--fit`.
+fn fit(given: &str) -> std::result::Result<(ByteSize, ByteSize), String> {
+    let (gpu, host) = given.split_once(',').ok_or("is not two sizes, such as 24GB,64GB")?;
+    Ok((gpu.trim().parse()?, host.trim().parse()?))
 }
 
 /// A machine, the number of its GPUs, and where its figures come from.
@@ -109,11 +120,11 @@ pub fn machine(options: &Options) -> Result<Found> {
     let mut set = |names: &[&'static str]| {
         names.iter().for_each(|name| drop(sources.insert(name, "option".to_string())))
     };
-    if let Some(size) = options.gpu_memory {
+    if let Some(size) = options.fit.map(|(gpu, _)| gpu).or(options.gpu_memory) {
         machine.gpu_memory = size.as_u64();
         set(&["gpu_memory"]);
     }
-    if let Some(size) = options.host_memory {
+    if let Some(size) = options.fit.map(|(_, host)| host).or(options.host_memory) {
         machine.host_memory = size.as_u64();
         set(&["host_memory"]);
     }

@@ -103,7 +103,10 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
         // A program reads in the object that nothing fits.
         return stdout::say_json(&Report { plan: &plan, sources: &found.sources });
     }
-    stdout::say(&plan_report::text(&plan, &found.sources))?;
+    match options.machine.fit {
+        Some(_) => stdout::say(&plan_report::fitting(&plan))?,
+        None => stdout::say(&plan_report::text(&plan, &found.sources))?,
+    }
     match plan.best {
         Some(_) => Ok(()),
         None => {

@@ -48,6 +48,54 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
     text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
 
+/// What fits, fastest first, and how a program asks for it.
+pub fn fitting(plan: &Plan) -> String {
+    let step = |outcome: &Outcome| outcome.seconds.as_ref().map_or(f64::INFINITY, |seconds| seconds.step);
+    let mut fits: Vec<&Outcome> = plan.strategies.iter().filter(|outcome| outcome.fits).collect();
+    fits.sort_by(|one, other| step(one).total_cmp(&step(other)));
+    let mut table = table(["strategy", "GPU", "host", "link", "paths", "exposed s", "step s"]);
+    for outcome in &fits {
+        let [name, _, gpu, host, paths, .., exposed, step] = row(outcome);
+        table.add_row([name, gpu, host, size(link(outcome)), paths, exposed, step]);
+    }
+    let mut parts = vec![model(plan), format!("\n{table}\n")];
+    if fits.is_empty() {
+        parts.push("no strategy fits this machine".to_string());
+    }
+    parts.extend(fits.iter().map(|outcome| format!("{}: {}", outcome.strategy.name(), call(outcome))));
+    parts.join("\n")
+}
+
+/// The call that steps as a strategy does.
+fn call(outcome: &Outcome) -> String {
+    let offload = |options: &str| {
+        let flow = if outcome.weights_on_host > 0.0 { ", weights=\"flow\", device=\"cuda\"" } else { "" };
+        format!("spillway.torch.offload(model, torch.optim.AdamW{options}{flow})")
+    };
+    match outcome.strategy {
+        Strategy::Gpu => "torch.optim.AdamW(model.parameters(), fused=True)".to_string(),
+        Strategy::Host => offload(", overlap=False"),
+        Strategy::HostBf16Moments => offload(", moment_dtype=\"bf16\", overlap=False"),
+        Strategy::HostSplitMaster => offload(", moment_dtype=\"bf16\", master=\"split\""),
+        Strategy::HostInt8Moments => {
+            format!("{}; not for DTensors", offload(", moment_dtype=\"int8\", master=\"split\""))
+        }
+        Strategy::Speculation => offload(", tail=\"auto\""),
+        Strategy::InterleaveResidents => "spillway/interleave.h".to_string(),
+        Strategy::Interleave => {
+            "spillway/interleave.h; under DeepSpeed \"interleave\" in the object \"spillway\"".to_string()
+        }
+        Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
+            "spillway.torch.AdamW(model.parameters(), tier=[...], overlap=True), or ZeRO-3 with \"spillway\" in its \
+             configuration"
+                .to_string()
+        }
+        Strategy::TierSplitMaster => {
+            "ZeRO-3 with \"split_master\" in the object \"spillway\" of its configuration".to_string()
+        }
+    }
+}
+
 /// What residents change in an interleaved update.
 fn residents(plan: &Plan) -> Option<String> {
     let of = |strategy| plan.strategies.iter().find(|outcome| outcome.strategy == strategy);

@@ -269,3 +269,34 @@ fn tune_writes_what_an_engine_then_has() {
     let left: Vec<_> = std::fs::read_dir(&folder).expect("it can be read").collect();
     assert_eq!(left.len(), 1, "the test file is removed: {left:?}");
 }
+
+#[test]
+fn what_fits_is_named_with_its_call_fastest_first() {
+    let plan =
+        |fit: &str| run(spillway().args(["plan", "dos-7b", "--machine", "dos-h100", "--fit", fit]), TIMEOUT);
+    let done = plan("24GB,64GB");
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let call = "offload(model, torch.optim.AdamW, moment_dtype=\"int8\", master=\"split\"";
+    assert!(done.stdout.contains(call) && !done.stdout.contains("does not fit"), "{}", done.stdout);
+    assert!(!done.stdout.contains("host-split-master"), "{}", done.stdout);
+    let steps = |text: &str| -> Vec<f64> {
+        let rows = text.lines().skip_while(|line| !line.contains("step s")).skip(1);
+        rows.map_while(|line| line.split_whitespace().last()?.parse().ok()).collect()
+    };
+    let many = plan("80GB,2TB").stdout;
+    let found = steps(&many);
+    assert!(found.len() > 5 && found.is_sorted() && many.contains("tail=\"auto\""), "{many}");
+    let none = plan("8GB,8GB");
+    assert!(
+        none.code == Some(1) && none.stdout.contains("no strategy fits"),
+        "{}{}",
+        none.stdout,
+        none.stderr
+    );
+    for wrong in ["24GB", "24GB,", "x,64GB"] {
+        let done = plan(wrong);
+        assert!(done.code != Some(0) && done.stderr.contains("--fit"), "{wrong}: {}", done.stderr);
+    }
+    let both = ["plan", "dos-7b", "--fit", "24GB,64GB", "--host-memory", "64GB"];
+    assert!(run(spillway().args(both), TIMEOUT).stderr.contains("cannot be used with"));
+}

@@ -52,6 +52,8 @@ def new_scales(param: torch.Tensor) -> torch.Tensor:
 def decoded(state: dict[str, Any]) -> dict[str, Any]:
     """A state with float32 moments in place of its 8-bit ones; the state itself if it has none."""
     found = state
+    if not isinstance(state, dict):
+        return state
     for name, moment in _MOMENTS.items():
         codes, scales = state.get(f"{name}_codes"), state.get(f"{name}_scales")
         if codes is None and scales is None:

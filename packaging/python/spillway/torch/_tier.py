@@ -28,6 +28,8 @@ from .._tier_options import number as whole_number
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..tiered import Prepared, mapped
+from ._codes import decoded
+from ._foreign import as_torchs
 from ._given import Given
 from ._home import ByTorch, Call, Home
 from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps, take_values
@@ -242,6 +244,8 @@ class TierHome(Home):
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
             """Takes the states, so that torch loads the groups only."""
+            loaded = as_torchs(loaded)
+            loaded = {**loaded, "state": {saved: decoded(state) for saved, state in loaded["state"].items()}}
             check_steps(loaded, True)
             found.update(_check_loaded(self.on_tier, groups, loaded))
             return {**loaded, "state": {}}

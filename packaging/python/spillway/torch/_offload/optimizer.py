@@ -38,6 +38,7 @@ from ..._tail_search import AskedTail, is_tail
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from ...swap import UNROUNDED
 from .. import _norm
+from .._foreign import as_torchs
 from .._keywords import check_keywords
 from .._loading import before_loading
 from .._low_bits import Aside, put_back, settle_aside
@@ -737,6 +738,7 @@ class Offloaded(torch.optim.Optimizer):
 
         def without_states(given: dict[str, Any], _: Any) -> dict[str, Any]:
             # torch would copy them to the device, in the dtype of the parameter.
+            given = as_torchs(given)
             self._loading = self._loaded(given)
             return {**given, "state": {}}
 

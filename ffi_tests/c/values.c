@@ -9,7 +9,7 @@
 static struct problem problem;
 static spw_step_stats stats;
 
-static const uint32_t not_a_dtype[] = {4, 77, 0x80000000u, UINT32_MAX};
+static const uint32_t not_a_dtype[] = {5, 77, 0x80000000u, UINT32_MAX};
 
 static void dtypes(void) {
     const spw_adam_options options = adam_options();

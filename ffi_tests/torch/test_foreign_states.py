@@ -118,6 +118,18 @@ def test_8_bit_states_of_torchao_load(name: str, tmp_path: Any) -> None:
     check(ours, given, moments, 3)
 
 
+def test_a_lion_of_bitsandbytes_has_one_moment() -> None:
+    param = torch.nn.Parameter(torch.ones(5000))
+    parts, exact = quantized(torch.randn(5000), True, 256)
+    state = {"step": 7, **{f"{part}1": tensor for part, tensor in parts.items()}}
+    optimizer = own.Lion([param])
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0, "params": [0]}
+    optimizer.load_state_dict({"state": {0: state}, "param_groups": [group]})
+    assert torch.equal(optimizer.state[param]["exp_avg"], exact)
+    param.grad = torch.ones(5000)
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

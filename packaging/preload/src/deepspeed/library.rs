@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-use super::tensor::function;
+use super::symbol::function;
 use crate::environment;
 use crate::forward;
 use crate::report::{self, Level};

@@ -12,6 +12,7 @@
 //! | `op.rs` | the compiled op that called: its number, its own functions, its counters |
 //! | `tensor.rs` | an `at::Tensor` through torch's C functions |
 //! | `library.rs` | the functions of `libspillway.so` |
+//! | `symbol.rs` | a function of a loaded library, by its name |
 //! | `recordings.rs` | steps that may be rolled back |
 //!
 //! Invariants:
@@ -27,6 +28,7 @@ mod library;
 mod op;
 mod recordings;
 mod steps;
+mod symbol;
 mod tensor;
 
 use std::ffi::{CStr, c_char};

@@ -2,12 +2,13 @@
 //!
 //! In that interface a handle of a tensor is the address of an `at::Tensor`, so a C++ reference is a handle.
 
-use std::ffi::{CStr, c_void};
-use std::mem::{MaybeUninit, transmute_copy};
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::library::DType;
+use super::symbol::function;
 
 /// The address of an `at::Tensor`.
 pub type AtTensor = *mut c_void;
@@ -116,18 +117,5 @@ fn open() -> Option<Torch> {
             sizes: function(library, c"aoti_torch_get_sizes")?,
             strides: function(library, c"aoti_torch_get_strides")?,
         })
-    }
-}
-
-/// A function of a library that is never closed.
-///
-/// # Safety
-/// `F` is the function's type.
-pub unsafe fn function<F>(library: NonNull<c_void>, name: &CStr) -> Option<F> {
-    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: the library is open, and the name ends with NUL; the caller guarantees the type.
-    unsafe {
-        let address = NonNull::new(libc::dlsym(library.as_ptr(), name.as_ptr()))?;
-        Some(transmute_copy(&address.as_ptr()))
     }
 }

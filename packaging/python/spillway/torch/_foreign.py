@@ -1,4 +1,4 @@
-"""State dicts of other packages' Adam with narrow moments, as torch's class would have written them.
+"""State dicts of other packages' optimizers with narrow moments, as torch's class would have written them.
 
 | package | moment | its value |
 |---|---|---|
@@ -10,6 +10,7 @@ bitsandbytes keeps the parts of 8-bit moments in a dict of their own since its v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,30 +21,34 @@ from ..errors import InvalidArgumentError
 _WRAPPED = "__bnb_optimizer_quant_state__"
 #: Elements of its blocks, in all of its versions.
 _BLOCKS = (256, 2048)
-_MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What a group of torch's Adam has, and one of bitsandbytes not.
 _DEFAULTS = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
-def as_torchs(loaded: Any) -> Any:
+def as_torchs(loaded: Any, names: Sequence[str] = _MOMENTS) -> Any:
     """A state dict with float32 moments in place of those of another package; the same dict if it has none.
+
+    Args:
+        loaded: The state dict.
+        names: torch's names of the moments of the class.
 
     Raises:
         InvalidArgumentError: Parts of a moment do not fit each other."""
     if not isinstance(loaded, dict) or not isinstance(loaded.get("state"), dict):
         return loaded
-    states = {number: _state(state, number) for number, state in loaded["state"].items()}
+    states = {number: _state(state, number, names) for number, state in loaded["state"].items()}
     if all(states[number] is state for number, state in loaded["state"].items()):
         return loaded
     groups = [{**_DEFAULTS, **group} for group in loaded.get("param_groups", [])]
     return {**loaded, "state": states, "param_groups": groups}
 
 
-def _state(state: Any, number: Any) -> Any:
+def _state(state: Any, number: Any, names: Sequence[str]) -> Any:
     if not isinstance(state, dict):
         return state
     if "state1" in state or _WRAPPED in state:
-        return _of_bitsandbytes(state, number)
+        return _of_bitsandbytes(state, number, names)
     if any(map(_is_quantized, state.values())):
         return {key: value.dequantize().to(torch.float32) if _is_quantized(value) else value for key, value in state.items()}
     return state
@@ -53,17 +58,17 @@ def _is_quantized(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and hasattr(value, "tensor_attrs")
 
 
-def _of_bitsandbytes(state: dict[str, Any], number: Any) -> dict[str, Any]:
+def _of_bitsandbytes(state: dict[str, Any], number: Any, names: Sequence[str]) -> dict[str, Any]:
     parts = {**state, **state.get(_WRAPPED, {})}
     step = state.get("step")
     # torch keeps counts as tensors of floats.
     found = {"step": torch.tensor(float(step)) if isinstance(step, int) else step} if "step" in state else {}
-    for end, name in _MOMENTS.items():
+    for end, name in zip("12", names):
         codes = parts.get(f"state{end}")
         if not isinstance(codes, torch.Tensor):
             raise InvalidArgumentError(
-                f"load_state_dict: state[{number!r}] is one of bitsandbytes without 'state{end}'; load the state of its Adam or AdamW; "
-                "nothing was loaded"
+                f"load_state_dict: state[{number!r}] is one of bitsandbytes without 'state{end}'; load the state of the same kind of "
+                "optimizer; nothing was loaded"
             )
         found[name] = codes.to(torch.float32) if codes.is_floating_point() else _values(codes, parts, end, number)
     return found

@@ -30,7 +30,7 @@ from ._codes import blocks_of, is_scales
 from ._foreign import as_torchs
 from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
 from ._norm import part_of
-from ._states import LOW, MASTER, Precision, check_masters, check_steps, join, master_of, with_values
+from ._states import LOW, MASTER, MOMENTS, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (
     DTensor,
@@ -436,7 +436,7 @@ class Memory(Home):
         before = self._table, self._last, self._noted
 
         def see(loaded: dict[str, Any], _: list[dict[str, Any]]) -> dict[str, Any]:
-            loaded = as_torchs(loaded)
+            loaded = as_torchs(loaded, MOMENTS if self.precision.coded else list(self.rule.keys))
             check_steps(loaded, self.rule.counted)
             # torch keeps the tensors of the dict where their dtypes fit.
             seen.append({**loaded, "state": {number: _lasting(state) for number, state in loaded["state"].items()}})

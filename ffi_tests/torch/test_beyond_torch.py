@@ -3,6 +3,7 @@ steps; and how they refuse what cannot be stepped."""
 
 import copy
 import gc
+import math
 import weakref
 
 import pytest
@@ -274,7 +275,7 @@ def test_the_norm_has_the_bits_of_a_sum_in_the_order_of_the_parameters():
     total = 0.0
     for param in params:
         total += spillway.grad_stats(param.grad).sum_squares
-    assert optimizer.grad_norm == total**0.5
+    assert optimizer.grad_norm == math.sqrt(total)
 
 
 def refused(params, optimizer, error, words):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -302,11 +303,11 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def _clip(self, measured: _norm.Measured) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""
         reduced = _norm.reduced(measured, self.process_group, type(self).__name__)
-        self.grad_norm = reduced[0] ** 0.5
+        self.grad_norm = math.sqrt(reduced[0])
         skips, total = _norm.verdict(reduced, self.skip_nonfinite, lambda: measured.culprit)
         if skips:
             # Inf, if a GradScaler has found it.
-            self.grad_norm = cast(float, total) ** 0.5
+            self.grad_norm = math.sqrt(cast(float, total))
             return None
         return _norm.clip_factor(self.grad_norm, self.max_norm) if self.max_norm is not None else 1.0
 

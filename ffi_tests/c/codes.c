@@ -121,7 +121,7 @@ static void wrong_uses_are_refused(void) {
     tensor = good, tensor.shadow_param = plain.spans[1];
     INVALID(step(0, 1, &tensor, NULL), "tensors[0].");
     tensor = good, tensor.param_dtype = SPW_DTYPE_CODES;
-    INVALID(step(0, 1, &tensor, NULL), "tensors[0].param_dtype: 4 is not an spw_dtype");
+    INVALID(step(0, 1, &tensor, NULL), "tensors[0].param_dtype: is SPW_DTYPE_CODES, which is for state_dtype only");
 
     spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
     options.mode = SPW_UNDO_MODE_DELTA, options.elements = N, options.tensors = 1;

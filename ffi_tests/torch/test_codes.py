@@ -133,6 +133,68 @@ def test_torch_does_not_take_codes_for_moments() -> None:
         torchs.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_that_torchs_class_has_cast_are_refused(dtype: torch.dtype, tmp_path: Any) -> None:
+    own = params(dtype)
+    master = None if dtype is torch.float32 else "f32"
+    optimizer = spillway.torch.AdamW(own, moment_dtype="int8", master=master)
+    give_grads(own, 0)
+    optimizer.step()
+    torchs = torch.optim.AdamW(own)
+    torchs.load_state_dict(optimizer.state_dict())
+    saved = torchs.state_dict()
+    others = {
+        "int8": spillway.torch.AdamW(params(dtype), moment_dtype="int8", master=master),
+        "f32": spillway.torch.AdamW(params(dtype), master=master),
+        "offload": spillway.torch.offload(params(dtype), torch.optim.AdamW, moment_dtype="int8"),
+        "tier": spillway.torch.AdamW(params(dtype), tier=str(tmp_path)),
+    }
+    for name, other in others.items():
+        with pytest.raises(InvalidArgumentError, match="no 8-bit moment.*nothing was loaded"):
+            other.load_state_dict(saved)
+        assert not other.state_dict()["state"] or name == "tier"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("exp_avg_scales"),
+        lambda state: state.pop("exp_avg_sq_codes"),
+        lambda state: state["exp_avg_scales"].fill_(-1),
+        lambda state: state["exp_avg_sq_scales"].fill_(torch.inf),
+        lambda state: state.update(exp_avg_codes=[1, 2]),
+    ],
+)
+def test_damaged_codes_load_nothing(change: Any) -> None:
+    own = params()
+    optimizer = spillway.torch.AdamW(own, moment_dtype="int8")
+    give_grads(own, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["state"][3])
+    before = {name: value.clone() for name, value in optimizer.state[own[3]].items()}
+    with pytest.raises(InvalidArgumentError, match=r"state\[3\] has exp_avg.*nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(value, optimizer.state[own[3]][name]) for name, value in before.items())
+
+
+def test_a_moment_beyond_the_largest_scale_counts_as_the_largest() -> None:
+    param = torch.nn.Parameter(torch.zeros(64))
+    optimizer = spillway.torch.AdamW([param], moment_dtype="int8")
+    for largest in (1.0, 2e19, 1.0, 1.0):
+        param.grad = torch.ones(64)
+        param.grad[0] = largest
+        optimizer.step()
+    assert param.isfinite().all() and (param[32:] < -3e-3).all()
+    torchs = torch.optim.AdamW([param])
+    param.grad = torch.ones(64)
+    torchs.step()
+    torchs.state[param]["exp_avg_sq"][0], torchs.state[param]["exp_avg_sq"][33] = -0.0, torch.inf
+    optimizer.load_state_dict(torchs.state_dict())
+    found = decoded(optimizer.state[param])["exp_avg_sq"]
+    assert found[0] == 0 and found.isfinite().all() and found[33] > 8e37
+
+
 def test_a_written_state_counts() -> None:
     own, other = params(), params()
     pair = [spillway.torch.AdamW(one, moment_dtype="int8", moment_rounding="nearest") for one in (own, other)]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import staged_programs
@@ -11,7 +12,7 @@ from staged_runs import LateLane, Soap, gradients, parameters, same
 from torch import optim
 
 from spillway import InvalidArgumentError, OutOfOrderError, UnsupportedError
-from spillway.torch import Staged
+from spillway.torch import AdamW, Staged
 from spillway.torch._staged.lane import DeviceLane
 from spillway.torch._staged.leaves import Leaf
 
@@ -441,3 +442,61 @@ def test_states_of_torchao_keep_their_classes():
     assert same(theirs.state_dict(), saved) and type(saved["state"][0]["exp_avg"]).__name__ == "OptimState8bit"
     ours.load_state_dict(theirs.state_dict())
     assert same(theirs.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("on_tier", [False, True])
+def test_a_thread_that_reads_states_changes_no_bits_and_sees_whole_steps(on_tier, tmp_path):
+    ones, others = parameters(), parameters()
+    theirs = optim.NAdam(ones)
+    ours = Staged(optim.NAdam, others, chunk_bytes=600, tier=str(tmp_path) if on_tier else None)
+    read, failed, stop = [], [], threading.Event()
+
+    def reads():
+        try:
+            while not stop.is_set():
+                read.append({float(state["step"]) for state in ours.state_dict()["state"].values()})
+        except Exception as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    for step in range(60):
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step)
+            optimizer.step()
+    stop.set()
+    reader.join()
+    ours.close()
+    assert not failed and same(ones, others)
+    assert read and all(len(steps) <= 1 for steps in read)
+
+
+def test_the_entry_of_another_parameter_is_refused_and_nothing_is_lost():
+    params = parameters()
+    optimizer = Staged(optim.SGD, params, lr=0.1, momentum=0.9)
+    gradients(params, 0)
+    optimizer.step()
+    before = optimizer.state_dict()
+    one, other = params[:2]
+    optimizer.state[one], optimizer.state[other] = optimizer.state[other], optimizer.state[one]
+    gradients(params, 1)
+    with pytest.raises(InvalidArgumentError, match="set a dict with the states"):
+        optimizer.step()
+    optimizer.state[one], optimizer.state[other] = optimizer.state[other], optimizer.state[one]
+    assert same(before, optimizer.state_dict())
+    for change in (lambda state: state.__setitem__("momentum_buffer", one), lambda state: state.__delitem__("momentum_buffer")):
+        with pytest.raises(InvalidArgumentError, match="load_state_dict"):
+            change(optimizer.state[one])
+
+
+def test_a_class_that_rounds_by_the_numbers_of_its_parameters_is_refused():
+    with pytest.raises(UnsupportedError, match="rounds moments at random"):
+        Staged(AdamW, parameters(), moment_dtype="int8")
+    ones, others = parameters(), parameters()
+    theirs = AdamW(ones, moment_dtype="int8", moment_rounding="nearest")
+    ours = Staged(AdamW, others, chunk_bytes=600, moment_dtype="int8", moment_rounding="nearest")
+    for step in range(5):
+        for params, optimizer in ((ones, theirs), (others, ours)):
+            gradients(params, step)
+            optimizer.step()
+    assert same(ones, others)

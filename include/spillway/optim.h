@@ -230,7 +230,8 @@ typedef struct spw_adam_options {
 //     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //
 // The arithmetic is f32 with fused multiply-adds. The results have the same bits on every processor and for every
-// number of threads, however a parameter is divided into tensors. If `stats_out` is not NULL, the same pass computes
+// number of threads, however a parameter is divided into tensors
+// (with 8-bit moments: into multiples of 32 elements). If `stats_out` is not NULL, the same pass computes
 // the sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Other threads
 // may step other tensors at the same time.
 spw_status spw_adam_step(const spw_adam_options *options,
@@ -387,7 +388,8 @@ spw_status spw_codes_read(uint32_t moment,
                           float *values);
 
 // Replaces the `n` codes of a moment and their scales by those of `values`, each rounded to the nearest code. All values
-// of a block become NaN if one of them is NaN, has a magnitude above 0.96 * 2^126, or is a negative second moment. Arguments as those of `spw_codes_read`.
+// of a block become NaN if one of them is NaN or a negative second moment. A magnitude above 0.96 * 2^126, also Inf,
+// counts as that. Arguments as those of `spw_codes_read`.
 spw_status spw_codes_write(uint32_t moment,
                            const float *values,
                            uint64_t n,

@@ -17,7 +17,8 @@
 //!   encoding what codes stand for keeps scale and codes where an element has the largest code, and no scale grows by itself.
 //! - The steps of an octave are equal, and d begins an octave: random bits below a step round without bias.
 //! - A second moment that is not zero never gets the code of zero: the step would divide by eps.
-//! - A block with NaN, Inf, more than 0.96 * 2^126, or a negative second moment gets the scale NaN, so that all of its values are NaN.
+//! - A block with NaN or a negative second moment gets the scale NaN, so that all of its values are NaN. A magnitude above
+//!   0.96 * 2^126, also Inf, counts as that.
 //! - Each operation is one IEEE operation, so that every kernel gives the same codes.
 //!
 //! A step decodes a tile into a buffer that stays in the caches, steps it as f32 moments, and encodes the result. So
@@ -265,8 +266,7 @@ unsafe fn encode_tile<V: Vector, const FIRST: bool>(
         for block in 0..whole {
             let at = block * BLOCK;
             let random = random.map(|random| random.add(at));
-            let factor = (scale[block] != NAN_SCALE).then_some(factor[block]);
-            encode_block::<V, FIRST>(from.add(at), codes.add(at), factor, random);
+            encode_block::<V, FIRST>(from.add(at), codes.add(at), (scale[block], factor[block]), random);
         }
         if rest > 0 {
             let mut numbers = [0; BLOCK];
@@ -274,8 +274,8 @@ unsafe fn encode_tile<V: Vector, const FIRST: bool>(
                 std::ptr::copy_nonoverlapping(random.add(whole * BLOCK), numbers.as_mut_ptr(), rest);
                 numbers.as_ptr()
             });
-            let factor = (scale[whole] != NAN_SCALE).then_some(factor[whole]);
-            encode_block::<V, FIRST>(last.as_ptr(), last_codes.as_mut_ptr(), factor, random);
+            let scale = (scale[whole], factor[whole]);
+            encode_block::<V, FIRST>(last.as_ptr(), last_codes.as_mut_ptr(), scale, random);
             std::ptr::copy_nonoverlapping(last_codes.as_ptr(), codes.add(whole * BLOCK), rest);
         }
     }
@@ -291,15 +291,23 @@ unsafe fn largest_of<V: Vector, const FIRST: bool>(from: *const f32) -> u32 {
     unsafe {
         let mut largest = V::bits_splat(0);
         for at in (0..BLOCK).step_by(V::LANES) {
-            let bits = V::load_bits32(from.add(at).cast());
+            // The sum with zero makes zero of minus zero.
+            let bits = V::load_f32(from.add(at)).add(V::splat(0.0)).to_bits();
             largest = V::bits_max(largest, if FIRST { magnitude::<V>(bits) } else { bits });
         }
         V::largest(largest)
     }
 }
 
-/// The bits of the scale of a block whose magnitudes have no scale.
+/// The bits of the scale of a block with a NaN or a negative second moment.
 const NAN_SCALE: u32 = 0x7fc0_0000;
+/// Those of the largest scale, 2^126: the inverse of a larger one would be denormal.
+const LARGEST_SCALE: u32 = 0x7e80_0000;
+
+/// The largest magnitude that a code has. Larger ones, also Inf, count as this one.
+fn limit(first: bool) -> f32 {
+    f32::from_bits(LARGEST_SCALE) * top(first)
+}
 
 /// The bits of a block's scale and its inverse, from the bits of the largest magnitude. A number up to 16 units above a
 /// scale counts as that scale: rounding made it from the largest code. Without branches, so that the compiler makes vectors
@@ -307,32 +315,44 @@ const NAN_SCALE: u32 = 0x7fc0_0000;
 #[inline(always)]
 fn scale_of<const FIRST: bool>(largest: u32) -> (u32, f32) {
     const SMALLEST: u32 = 0x0080_0000;
-    /// 2^126: the inverse of a larger scale would be denormal.
-    const INFINITE: u32 = 0x7e80_0000;
-    // A larger one, a NaN and a negative second moment have no scale.
-    let finite = largest.min(INFINITE);
+    const INFINITE: u32 = 0x7f80_0000;
+    let finite = largest.min(limit(FIRST).to_bits());
     let whole = (f32::from_bits(finite) / top(FIRST)).to_bits().max(SMALLEST);
-    let scale = (whole - 16 + 0xffff) & 0xffff_0000;
+    let scale = ((whole - 16 + 0xffff) & 0xffff_0000).min(LARGEST_SCALE);
     let factor = 1.0 / f32::from_bits(scale);
     let none = largest == 0;
-    let known = if scale > INFINITE { NAN_SCALE } else { scale };
+    let known = if largest > INFINITE { NAN_SCALE } else { scale };
     (if none { 0 } else { known }, if none { 0.0 } else { factor })
 }
 
-/// Encodes a block with the inverse of its scale; `None`: it has no scale.
+/// A block whose magnitudes are at most the limit.
+#[cold]
+fn limited(first: bool, block: &[f32; BLOCK]) -> [f32; BLOCK] {
+    block.map(|value| value.clamp(-limit(first), limit(first)))
+}
+
+/// Encodes a block with its scale's bits and inverse.
 ///
 /// # Safety
 /// Same contract as [`Vector`]. All point to [`BLOCK`] elements.
 #[inline(always)]
 unsafe fn encode_block<V: Vector, const FIRST: bool>(
-    from: *const f32,
+    mut from: *const f32,
     codes: *mut u8,
-    factor: Option<f32>,
+    (scale, factor): (u32, f32),
     random: Option<*const u32>,
 ) {
+    let block;
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        let Some(factor) = factor else { return std::ptr::write_bytes(codes, 0, BLOCK) };
+        match scale {
+            NAN_SCALE => return std::ptr::write_bytes(codes, 0, BLOCK),
+            LARGEST_SCALE => {
+                block = limited(FIRST, &from.cast::<[f32; BLOCK]>().read_unaligned());
+                from = block.as_ptr();
+            }
+            _ => {}
+        }
         let factor = V::splat(factor);
         for at in (0..BLOCK).step_by(V::LANES) {
             let moved = match random {

@@ -80,7 +80,8 @@ fn adam_defaults(raw: &mut spw_adam_options) {
 ///     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 ///
 /// The arithmetic is f32 with fused multiply-adds. The results have the same bits on every processor and for every
-/// number of threads, however a parameter is divided into tensors. If `stats_out` is not NULL, the same pass computes
+/// number of threads, however a parameter is divided into tensors
+/// (with 8-bit moments: into multiples of 32 elements). If `stats_out` is not NULL, the same pass computes
 /// the sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Other threads
 /// may step other tensors at the same time.
 ///

@@ -48,7 +48,8 @@ pub unsafe extern "C" fn spw_codes_read(
 }
 
 /// Replaces the `n` codes of a moment and their scales by those of `values`, each rounded to the nearest code. All values
-/// of a block become NaN if one of them is NaN, has a magnitude above 0.96 * 2^126, or is a negative second moment. Arguments as those of `spw_codes_read`.
+/// of a block become NaN if one of them is NaN or a negative second moment. A magnitude above 0.96 * 2^126, also Inf,
+/// counts as that. Arguments as those of `spw_codes_read`.
 ///
 /// # Safety
 /// As `spw_codes_read`.

@@ -136,7 +136,10 @@ pub struct spw_grad_tensor {
 }
 
 pub(in crate::capi) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
-    known_dtype(dtype).ok_or_else(|| Error::invalid(argument, format!("{dtype} is not an spw_dtype")))
+    known_dtype(dtype).ok_or_else(|| match dtype {
+        CODES => Error::invalid(argument, "is SPW_DTYPE_CODES, which is for state_dtype only"),
+        _ => Error::invalid(argument, format!("{dtype} is not an spw_dtype")),
+    })
 }
 
 /// The dtype of a copy; `None` without one.

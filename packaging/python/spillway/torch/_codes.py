@@ -49,6 +49,22 @@ def new_scales(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros(blocks_of(local(param).numel()), dtype=torch.bfloat16, device="cpu")
 
 
+def check_codes(state: Any, name: str) -> None:
+    """Raises InvalidArgumentError if a saved state has parts of 8-bit moments that are not those of a moment."""
+    for moment in _MOMENTS if isinstance(state, dict) else ():
+        codes, scales = state.get(f"{moment}_codes"), state.get(f"{moment}_scales")
+        if codes is None and scales is None:
+            continue
+        fits = isinstance(codes, torch.Tensor) and isinstance(scales, torch.Tensor) and _fit(codes, scales)
+        # A scale of NaN is that of moments that are NaN.
+        if not fits or bool(((scales < 0) | scales.isinf()).any()):
+            raise InvalidArgumentError(
+                f"load_state_dict: {name} has {moment}_codes and {moment}_scales that are no 8-bit moment: uint8 codes, and a bfloat16 "
+                f"scale for each {BLOCK} of them. torch's own class casts them when it loads them. Load the state dict that spillway.torch "
+                "has saved; nothing was loaded"
+            )
+
+
 def decoded(state: dict[str, Any]) -> dict[str, Any]:
     """A state with float32 moments in place of its 8-bit ones; the state itself if it has none."""
     found = state
@@ -58,11 +74,8 @@ def decoded(state: dict[str, Any]) -> dict[str, Any]:
         codes, scales = state.get(f"{name}_codes"), state.get(f"{name}_scales")
         if codes is None and scales is None:
             continue
-        if not isinstance(codes, torch.Tensor) or not isinstance(scales, torch.Tensor) or not _fit(codes, scales):
-            raise InvalidArgumentError(
-                f"{name}_codes and {name}_scales are no 8-bit moment: uint8 codes, and a bfloat16 scale for each {BLOCK} of them; load the "
-                "state dict that this package has saved"
-            )
+        check_codes(state, "a state")
+        assert isinstance(codes, torch.Tensor) and isinstance(scales, torch.Tensor)
         codes, scales = codes.detach().cpu().contiguous(), scales.detach().cpu().contiguous()
         values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
         _native.call("spw_codes_read", moment, codes.data_ptr(), scales.data_ptr(), codes.numel(), values.data_ptr())

@@ -26,7 +26,7 @@ from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ._codes import blocks_of, is_scales
+from ._codes import blocks_of, check_codes, is_scales
 from ._foreign import as_torchs
 from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
 from ._norm import part_of
@@ -438,6 +438,8 @@ class Memory(Home):
         def see(loaded: dict[str, Any], _: list[dict[str, Any]]) -> dict[str, Any]:
             loaded = as_torchs(loaded, MOMENTS if self.precision.coded else list(self.rule.keys))
             check_steps(loaded, self.rule.counted)
+            for number, state in loaded["state"].items():
+                check_codes(state, f"state[{number!r}]")
             # torch keeps the tensors of the dict where their dtypes fit.
             seen.append({**loaded, "state": {number: _lasting(state) for number, state in loaded["state"].items()}})
             return seen[0]

@@ -28,7 +28,7 @@ from .._tier_options import number as whole_number
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..tiered import Prepared, mapped
-from ._codes import decoded
+from ._codes import check_codes, decoded
 from ._foreign import as_torchs
 from ._given import Given
 from ._home import ByTorch, Call, Home
@@ -245,6 +245,8 @@ class TierHome(Home):
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
             """Takes the states, so that torch loads the groups only."""
             loaded = as_torchs(loaded)
+            for saved, state in loaded["state"].items():
+                check_codes(state, f"state[{saved!r}]")
             loaded = {**loaded, "state": {saved: decoded(state) for saved, state in loaded["state"].items()}}
             check_steps(loaded, True)
             found.update(_check_loaded(self.on_tier, groups, loaded))

@@ -201,9 +201,9 @@ class Offloaded(torch.optim.Optimizer):
                 f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"
             )
         for said, beside, instead in (
+            ("moment_dtype is 'int8'", precision.coded, "moment_dtype='bf16'"),
             ("moment_rounding is 'stochastic'", precision.stochastic, "moment_rounding='nearest'"),
             ("master is 'split'", precision.master == "split", "master='f32'"),
-            ("moment_dtype is 'int8'", precision.coded, "moment_dtype='bf16'"),
         ):
             if beside and tail:
                 raise UnsupportedError(f"offload: {said}, and tail is {tail!r}, whose steps do not serve it; pass tail=0, or {instead}")

@@ -11,7 +11,7 @@ import torch
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._codes import BLOCK as CODE_BLOCK
-from .._codes import CODED_MOMENTS, blocks_of, decoded, encoded, is_scales
+from .._codes import CODED_MOMENTS, blocks_of, check_codes, decoded, encoded, is_scales
 from .._copies import link_to
 from .._low_bits import BLOCK, Note, first_note
 from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
@@ -130,6 +130,7 @@ class Slot:
         if isinstance(given, dict) and LOW not in state:
             check_not_split(given, self.name)
         if isinstance(given, dict):
+            check_codes(given, f"the state of {self.name}")
             given = (encoded if self.precision.coded else decoded)(given)
         try:
             if not is_count(given["step"]):
@@ -141,8 +142,6 @@ class Slot:
                 source = MASTER if name == LOW and not has_low else name
                 if name not in (MASTER, LOW) or source in given:
                     value = given[source]
-                    if name.endswith("_codes") and value.dtype is not torch.uint8:
-                        raise ValueError(f"{source} is {value.dtype}, and codes are torch.uint8")
                     if source != LOW and value.dtype is not torch.uint8 and not value.is_floating_point():
                         raise ValueError(f"{source} is {value.dtype}, and no tensor of floating point numbers")
                     if value.shape != self._shape(name, self.param.shape):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidArgumentError, UnsupportedError
+from .._optimizer import SpillwayOptimizer
 
 #: Attributes that are no settings of a class.
 _OWN = ("param_groups", "state", "grad_scale", "found_inf")
@@ -41,6 +42,11 @@ class Inner:
         if issubclass(kind, torch.optim.LBFGS):
             raise UnsupportedError(f"Staged: {kind.__name__} joins all parameters to one vector, {_CURE}")
         self.optimizer = kind(params, **options)
+        if isinstance(self.optimizer, SpillwayOptimizer) and self.optimizer._home.precision.stochastic:
+            raise UnsupportedError(
+                f"Staged: {kind.__name__} of spillway.torch rounds moments at random by the numbers of its parameters, {_CURE}, or pass "
+                'moment_rounding="nearest"'
+            )
         #: The attributes, and the options of each group, that steps have changed: their values before the first one that did.
         self._first: dict[str, Any] = {}
         self._first_options: dict[int, dict[str, Any]] = {}

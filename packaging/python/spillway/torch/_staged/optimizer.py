@@ -5,9 +5,11 @@ parameters of one chunk at a time. `state` has an entry for each state, which sa
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import torch
 
@@ -28,6 +30,7 @@ from .weights import Trained
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 #: Bytes from which a value of a state dict is a map of a file, if the states are on a tier.
 _MAPPED = 64 << 10
 
@@ -52,10 +55,19 @@ class StagedMemory(NamedTuple):
 class Elsewhere(Mapping[Any, Any]):
     """The entry of a parameter in `optimizer.state`: the names of its states, whose values are in a chunk."""
 
-    def __init__(self, flow: Flow, names: tuple[Any, ...]):
-        self.flow, self._names = flow, names
+    def __init__(self, flow: Flow, names: tuple[Any, ...], param: torch.Tensor):
+        self.flow, self.param, self._names = flow, param, names
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse(key)
+
+    def __setitem__(self, key: Any, _: Any) -> NoReturn:
+        self._refuse(key)
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        self._refuse(key)
+
+    def _refuse(self, key: Any) -> NoReturn:
         raise InvalidArgumentError(
             f"optimizer.state[...][{key!r}]: the states of Staged are in host memory or on a tier; read optimizer.state_dict(), write with "
             "load_state_dict(), or set optimizer.state[param] to a dict with all states of the parameter"
@@ -75,6 +87,17 @@ class Elsewhere(Mapping[Any, Any]):
 
     def __repr__(self) -> str:
         return f"<{', '.join(map(repr, self._names))} of Staged; optimizer.state_dict() reads them>"
+
+
+def _alone(method: _Method) -> _Method:
+    """A method during which no other thread uses the states of its object."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return cast(_Method, call)
 
 
 class Staged(torch.optim.Optimizer):
@@ -117,6 +140,8 @@ class Staged(torch.optim.Optimizer):
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise InvalidArgumentError(f"Staged: chunk_bytes is {chunk_bytes!r}; pass a whole number of bytes from 1 on")
         inner = Inner(cls, params, options)
+        #: Held by the thread that uses the states.
+        self._turn = threading.RLock()
         super().__init__(inner.optimizer.param_groups, inner.optimizer.defaults)
         self.state, inner.optimizer.state = inner.optimizer.state, type(inner.optimizer.state)(dict)
         inner.optimizer.param_groups = self.param_groups
@@ -178,6 +203,7 @@ class Staged(torch.optim.Optimizer):
         self._home.together(self._step_once)
         return loss
 
+    @_alone
     def _step_once(self) -> None:
         self._given.check()
         self._check_groups()
@@ -208,24 +234,25 @@ class Staged(torch.optim.Optimizer):
     @lasting
     def _adopt(self) -> None:
         """Takes over what the program has changed in `state`: a state that is gone, or one that it has given."""
+        given = {param: state for param, state in self.state.items() if not self._is_here(param, state)}
+        known = {param for group in self.param_groups for param in group["params"]} if given else set()
+        for param, state in given.items():
+            if param not in known or not isinstance(state, dict):
+                what = "a key that is no parameter of the groups" if param not in known else f"{state!r} for {self._name_of(param)}"
+                raise InvalidArgumentError(f"Staged: optimizer.state has {what}; set a dict with the states of a parameter, or delete it")
+        entries = [Entry.of(param, self._name_of(param), given) for param in given]
+        for entry in entries:
+            entry.check_apart()
         for param, chunk in self._flow.chunk_of().items():
             held = self.state.get(param)
             if not isinstance(held, Elsewhere) if chunk.entries[param].stated else held is not None:
                 self._flow.forget(param, chunk)
-        given = {param: state for param, state in self.state.items() if not self._is_here(state)}
-        if given:
-            known = {param for group in self.param_groups for param in group["params"]}
-            for param, state in given.items():
-                if param not in known or not isinstance(state, dict):
-                    what = "a key that is no parameter of the groups" if param not in known else f"{state!r} for {self._name_of(param)}"
-                    raise InvalidArgumentError(
-                        f"Staged: optimizer.state has {what}; set a dict with the states of a parameter, or delete it"
-                    )
-            self._flow.place(Entry.of(param, self._name_of(param), given) for param in given)
+        if entries:
+            self._flow.place(iter(entries))
             self._note_states()
 
-    def _is_here(self, state: Any) -> bool:
-        return isinstance(state, Elsewhere) and state.flow is self._flow
+    def _is_here(self, param: Any, state: Any) -> bool:
+        return isinstance(state, Elsewhere) and state.flow is self._flow and state.param is param
 
     def _note_states(self) -> None:
         """Has an entry in `state` for each state."""
@@ -235,8 +262,8 @@ class Staged(torch.optim.Optimizer):
                 held = self.state.get(param)
                 if not entry.stated:
                     self.state.pop(param, None)
-                elif not (self._is_here(held) and tuple(held) == names):
-                    self.state[param] = Elsewhere(self._flow, names)
+                elif not (self._is_here(param, held) and tuple(held) == names):
+                    self.state[param] = Elsewhere(self._flow, names, param)
 
     def _name_of(self, param: torch.Tensor) -> str:
         if id(param) not in self._names:
@@ -259,9 +286,14 @@ class Staged(torch.optim.Optimizer):
             # torch's constructor adds the groups of the class's object.
             super().add_param_group(param_group)
             return
+        self._add(param_group)
+
+    @_alone
+    def _add(self, param_group: dict[str, Any]) -> None:
         self.state.update(self._inner.add(self.param_groups, param_group))
         self._home.watched(self._adopt)
 
+    @_alone
     def state_dict(self) -> dict[str, Any]:
         """The class's own state dict. Its values are copies in host memory; those of a tier of 64 KiB or more are maps of unnamed files in
         its first directory. A write to them is not a write to the optimizer, and the next step refuses it: call load_state_dict().
@@ -318,6 +350,7 @@ class Staged(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @_alone
     @lasting
     def _load(self, loaded: dict[str, Any]) -> None:
         groups, _ = self._inner.load(self.param_groups, {**loaded, "state": {}})
@@ -368,6 +401,7 @@ class Staged(torch.optim.Optimizer):
     @overload
     def commit(self, step: int | None = ..., payload: bytes = ..., *, wait: Literal[False]) -> Commit: ...
 
+    @_alone
     def commit(self, step: int | None = None, payload: bytes = b"", wait: bool = True) -> Commit | None:
         """Makes the states on the tier durable, and the parameters. A Staged that is constructed on the same tier later begins with them.
 
@@ -393,6 +427,7 @@ class Staged(torch.optim.Optimizer):
 
         return home.commit(present, step, payload, wait)
 
+    @_alone
     def rollback(self) -> None:
         """Returns states and parameters to the last commit, also after a step that failed. Learning rates and other options stay, except
         those that the class itself changes. Every process of a run calls it.
@@ -415,6 +450,7 @@ class Staged(torch.optim.Optimizer):
             A snapshot; its wait() returns when the directory is complete."""
         return self._on_tier("snapshot").snapshot(directory, bytes_per_second, keep)
 
+    @_alone
     def close(self) -> None:
         """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
         self._home.close()

@@ -173,10 +173,10 @@ def test_codes_and_floats_load_into_each_other():
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     damaged = coded.state_dict()
     damaged["state"][0]["exp_avg_codes"] = damaged["state"][0]["exp_avg_codes"].float()
-    with pytest.raises(InvalidArgumentError, match="exp_avg_codes is torch.float32.*nothing was loaded"):
+    with pytest.raises(InvalidArgumentError, match="no 8-bit moment.*nothing was loaded"):
         other.load_state_dict(damaged)
     del damaged["state"][0]["exp_avg_codes"]
-    with pytest.raises(InvalidArgumentError, match="no 'exp_avg_codes'"):
+    with pytest.raises(InvalidArgumentError, match="no 8-bit moment.*nothing was loaded"):
         other.load_state_dict(damaged)
 
 

@@ -72,7 +72,7 @@ def loss_of(text, letters, seed, steps, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     pages = sorted((pathlib.Path(__file__).parents[2] / "docs").glob("*.md"))

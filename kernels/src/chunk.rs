@@ -100,10 +100,16 @@ impl Optimizer for AdamRule {
     }
 }
 
-fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-    if tensor.has_codes() {
-        return step_of_codes(kernel, rule, tensor, squares, None);
+fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+    match tensor.has_codes() {
+        true => step_of_codes(kernel, rule, tensor, squares, None),
+        false => step_plain(kernel, rule, tensor, squares),
     }
+}
+
+/// Steps a tensor without 8-bit moments.
+#[inline]
+fn step_plain<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;
     take_copy(kernel, &mut tensor);
     if tensor.is_split() {
@@ -118,7 +124,8 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares:
     super::step::step(kernel, rule, &mut tensor, squares)
 }
 
-/// Steps 8-bit moments, which `random` rounds.
+/// Steps 8-bit moments, which `random` rounds. Not inlined: every step would touch the pages of its buffers on the stack.
+#[inline(never)]
 fn step_of_codes<R: Arithmetic>(
     kernel: Kernel,
     rule: R,
@@ -130,7 +137,7 @@ fn step_of_codes<R: Arithmetic>(
     if tensor.has_log() || tensor.shadow.is_some() {
         return Err(codes_are_not_recorded());
     }
-    codes::step(kernel, tensor, random, |tile| step(kernel, rule, tile, squares))
+    codes::step(kernel, tensor, random, |tile| step_plain(kernel, rule, tile, squares))
 }
 
 fn step_of_split<R: Arithmetic>(

@@ -15,6 +15,9 @@ pub struct Codes<'a> {
     pub scales: &'a mut [bf16],
 }
 
+/// exp_avg and exp_avg_sq of a tensor, as far as they are there.
+pub type Moments<'a> = [Option<Codes<'a>>; 2];
+
 /// Which of the two moments codes stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {

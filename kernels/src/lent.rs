@@ -21,7 +21,7 @@ pub struct LentTensor {
     takes_copy: bool,
     low: Option<*mut u16>,
     low_sums: *mut u64,
-    codes: [Option<RawCodes>; 2],
+    codes: Option<Box<[Option<RawCodes>; 2]>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -62,7 +62,9 @@ impl LentTensor {
             takes_copy: tensor.takes_copy(),
             low: tensor.is_split().then(|| tensor.low_address()),
             low_sums: tensor.low_sums_address(),
-            codes: tensor.codes_mut().each_mut().map(|codes| codes.as_mut().map(RawCodes::of)),
+            codes: tensor
+                .codes_mut()
+                .map(|codes| Box::new(codes.each_mut().map(|codes| codes.as_mut().map(RawCodes::of)))),
         }
     }
 
@@ -124,8 +126,11 @@ impl LentTensor {
                 shadow.map(|shadow| shadow.borrow(n)),
                 self.low.map(|low| std::slice::from_raw_parts_mut(low, n)),
                 self.takes_copy && param_copy.is_some(),
-            )
-            .of_checked_codes(self.codes.map(|codes| codes.map(|codes| codes.borrow(n))));
+            );
+            let tensor = match &self.codes {
+                Some(codes) => tensor.of_checked_codes(codes.map(|codes| codes.map(|codes| codes.borrow(n)))),
+                None => tensor,
+            };
             match self.low_sums.is_null() {
                 true => tensor,
                 false => {

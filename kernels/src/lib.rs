@@ -64,7 +64,7 @@ mod sve;
 pub use accumulate::accumulate;
 pub use chunk::Optimizer;
 pub use chunk_loop::CHUNK;
-pub use coded::{BLOCK, Codes, Moment};
+pub use coded::{BLOCK, Codes, Moment, Moments};
 pub use dispatch::Kernel;
 pub use element::{Dtypes, supported};
 pub use error::{Error, Result};

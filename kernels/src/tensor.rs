@@ -1,7 +1,7 @@
 //! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
 use super::chunk_loop::CHUNK;
-use super::coded::{BLOCK, Codes};
+use super::coded::{BLOCK, Codes, Moments};
 use super::element::{Dtypes, supported, supports_split};
 use super::log::{LINE, log_bytes};
 use super::rules::Arithmetic;
@@ -60,7 +60,7 @@ pub struct Tensor<'a> {
     /// Sums of the tiles of such a parameter (see `word_sum`).
     low_sums: Option<&'a mut [u64]>,
     /// 8-bit exp_avg and exp_avg_sq in place of those of `states` (see `codes`).
-    codes: [Option<Codes<'a>>; 2],
+    codes: Option<Box<Moments<'a>>>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
     /// Number of the first element, counted from the start of the tensor that this one is a part of.
@@ -118,7 +118,7 @@ impl<'a> Tensor<'a> {
             takes_copy,
             low,
             low_sums: None,
-            codes: [None, None],
+            codes: None,
             log: None,
             streams: Streams::default(),
             first: 0,
@@ -164,7 +164,7 @@ impl<'a> Tensor<'a> {
 
     /// Gives the tensor 8-bit moments, `[exp_avg, exp_avg_sq]`. Fails if it has other moments or shadow spans, or if the
     /// codes do not fit the parameter.
-    pub fn with_codes(self, codes: [Option<Codes<'a>>; 2]) -> Result<Self> {
+    pub fn with_codes(self, codes: Moments<'a>) -> Result<Self> {
         let n = self.len();
         let has_moments = self.states.exp_avg.is_some() || self.states.exp_avg_sq.is_some();
         if has_moments || self.shadow.is_some() {
@@ -184,23 +184,23 @@ impl<'a> Tensor<'a> {
     }
 
     /// As [`Tensor::with_codes`], of codes that it has checked before.
-    pub(super) fn of_checked_codes(self, codes: [Option<Codes<'a>>; 2]) -> Self {
-        Tensor { codes, ..self }
+    pub(super) fn of_checked_codes(self, codes: Moments<'a>) -> Self {
+        Tensor { codes: Some(Box::new(codes)), ..self }
     }
 
     /// True if the moments are codes of 8 bits.
     pub fn has_codes(&self) -> bool {
-        self.codes.iter().any(Option::is_some)
+        self.codes.is_some()
     }
 
     /// Takes the 8-bit moments out of the tensor.
-    pub(super) fn take_codes(&mut self) -> [Option<Codes<'a>>; 2] {
-        std::mem::take(&mut self.codes)
+    pub(super) fn take_codes(&mut self) -> Moments<'a> {
+        self.codes.take().map_or([None, None], |codes| *codes)
     }
 
-    /// The 8-bit moments.
-    pub(super) fn codes_mut(&mut self) -> &mut [Option<Codes<'a>>; 2] {
-        &mut self.codes
+    /// The 8-bit moments, if the tensor has any.
+    pub(super) fn codes_mut(&mut self) -> Option<&mut Moments<'a>> {
+        self.codes.as_deref_mut()
     }
 
     /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
@@ -331,8 +331,7 @@ impl<'a> Tensor<'a> {
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
         let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
         let (low_sums, sums_rest) = self.low_sums.map(|sums| sums.split_at_mut(mid / TILE)).unzip();
-        let [first, second] = self.codes.map(|codes| codes.map(|codes| codes.split_at(mid)).unzip());
-        let (codes, codes_rest) = ([first.0, second.0], [first.1, second.1]);
+        let (codes, codes_rest) = self.codes.map(|codes| split_codes(*codes, mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
             Tensor {
@@ -374,7 +373,10 @@ impl<'a> Tensor<'a> {
             takes_copy: self.takes_copy,
             low: self.low.as_deref_mut(),
             low_sums: self.low_sums.as_deref_mut(),
-            codes: self.codes.each_mut().map(|codes| codes.as_mut().map(Codes::reborrow)),
+            codes: self
+                .codes
+                .as_mut()
+                .map(|codes| Box::new(codes.each_mut().map(|codes| codes.as_mut().map(Codes::reborrow)))),
             log: self.log.as_deref_mut(),
             streams: self.streams,
             first: self.first,
@@ -384,8 +386,8 @@ impl<'a> Tensor<'a> {
     /// Drops the states that the optimizer does not keep. Returns an error that names a state which the optimizer keeps
     /// but the tensor lacks.
     pub fn require_states(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
-        if self.has_codes() {
-            let [first, second] = &mut self.codes;
+        if let Some(codes) = &mut self.codes {
+            let [first, second] = &mut **codes;
             return require([("exp_avg", exp_avg, first), ("exp_avg_sq", exp_avg_sq, second)]);
         }
         for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
@@ -400,8 +402,9 @@ impl<'a> Tensor<'a> {
     /// Returns an error that names a state which this optimizer keeps but the tensor lacks.
     pub(super) fn check_states<R: Arithmetic>(&self) -> Result<()> {
         let States { exp_avg, exp_avg_sq, .. } = &self.states;
-        let first = exp_avg.is_some() || self.codes[0].is_some();
-        let second = exp_avg_sq.is_some() || self.codes[1].is_some();
+        let has = |place: usize| self.codes.as_ref().is_some_and(|codes| codes[place].is_some());
+        let first = exp_avg.is_some() || has(0);
+        let second = exp_avg_sq.is_some() || has(1);
         for (name, kept, there) in [("exp_avg", R::EXP_AVG, first), ("exp_avg_sq", R::EXP_AVG_SQ, second)] {
             if kept && !there {
                 return Err(Error::invalid(name, "is missing, but this optimizer needs it"));
@@ -439,6 +442,13 @@ impl Dtypes {
     pub fn check(self) -> Result<()> {
         if supported(self) { Ok(()) } else { Err(no_kernel(self)) }
     }
+}
+
+/// The first `mid` elements of 8-bit moments and the rest.
+#[cold]
+fn split_codes(codes: Moments<'_>, mid: usize) -> (Box<Moments<'_>>, Box<Moments<'_>>) {
+    let [first, second] = codes.map(|codes| codes.map(|codes| codes.split_at(mid)).unzip());
+    (Box::new([first.0, second.0]), Box::new([first.1, second.1]))
 }
 
 /// Drops the moments that are not kept. Returns an error that names one which is kept but missing.

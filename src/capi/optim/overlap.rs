@@ -4,7 +4,9 @@
 
 use std::ffi::c_void;
 
-use super::tensor::{at, bytes_of_scales, bytes_of_sums, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
+use super::tensor::{
+    at, bytes_of_scales, bytes_of_sums, dtype_size, has_codes, spw_dtype, spw_grad_tensor, spw_tensor,
+};
 use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
@@ -32,6 +34,8 @@ const SPANS: [&str; 12] = [
     "exp_avg_scale",
     "exp_avg_sq_scale",
 ];
+/// Index of the first span that only 8-bit moments have.
+const SCALES: u8 = 10;
 /// Spans of a sum of gradients.
 const SUM_SPANS: [&str; 2] = ["dst", "src"];
 /// Index of the only read-only span in both lists.
@@ -48,18 +52,30 @@ pub(in crate::capi) fn check_in(bump: &Bump, tensors: &[spw_tensor]) -> Result<(
         // Without an allocation: a step of one small tensor takes less time than that.
         let mut ranges = [const { Range { start: 0, end: 0, tensor: 0, span: 0 } }; SPANS.len()];
         let mut count = 0;
-        for range in (0..SPANS.len() as u8).filter_map(|span| range(0, one, span)) {
+        for range in (0..SCALES).filter_map(|span| range(0, one, span)) {
             ranges[count] = range;
             count += 1;
+        }
+        if has_codes(one) {
+            for range in scales(0, one) {
+                ranges[count] = range;
+                count += 1;
+            }
         }
         return check_ranges(&mut ranges[..count], &SPANS);
     }
     // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
     let most = tensors.len().saturating_mul(SPANS.len());
     let mut ranges = bump::with_capacity(bump, "listing the spans", most)?;
-    for span in 0..SPANS.len() as u8 {
+    // A loop of few spans is unrolled, and then needs no choice for each tensor.
+    for span in 0..SCALES {
         let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
         ranges.extend(tensors.iter().enumerate().filter_map(of));
+    }
+    if tensors.iter().any(has_codes) {
+        for (tensor, raw) in tensors.iter().enumerate() {
+            ranges.extend(scales(tensor as u32, raw));
+        }
     }
     check_ranges(&mut ranges, &SPANS)
 }
@@ -96,6 +112,7 @@ fn check_ranges(ranges: &mut [Range], names: &[&'static str]) -> Result<()> {
     Ok(())
 }
 
+#[inline(always)]
 fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
     let (address, dtype) = match span {
         0 => (raw.param.cast_const(), raw.param_dtype),
@@ -107,11 +124,17 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
         7 => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
         8 => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
-        9 => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
-        10 => return range_of_bytes(tensor, span, raw.exp_avg_scale.addr(), bytes_of_scales(raw.n)),
-        _ => return range_of_bytes(tensor, span, raw.exp_avg_sq_scale.addr(), bytes_of_scales(raw.n)),
+        _ => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
     };
     range_of(tensor, span, address, dtype, raw.n)
+}
+
+/// The scales of 8-bit moments.
+#[cold]
+fn scales(tensor: u32, raw: &spw_tensor) -> impl Iterator<Item = Range> {
+    let bytes = bytes_of_scales(raw.n);
+    let spans = [(SCALES, raw.exp_avg_scale.addr()), (SCALES + 1, raw.exp_avg_sq_scale.addr())];
+    spans.into_iter().filter_map(move |(span, start)| range_of_bytes(tensor, span, start, bytes))
 }
 
 fn range_of(tensor: u32, span: u8, address: *const c_void, dtype: u32, n: u64) -> Option<Range> {

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::kernel::squares::TILE;
-use crate::kernel::{BLOCK, Codes, States, Tensor};
+use crate::kernel::{BLOCK, Codes, Moments, States, Tensor};
 use crate::optim::StepStats;
 
 /// Element type of a span (a contiguous array). Passed as `uint32_t`.
@@ -218,12 +218,17 @@ pub(in crate::capi) fn no_taken_copies() -> Error {
 /// # Safety
 /// The caller lends the spans, each of n elements, for `'a`. They do not overlap.
 pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    // SAFETY: the caller's promise.
+    unsafe { if has_codes(raw) { tensor_with_codes(raw) } else { plain_tensor(raw) } }
+}
+
+/// A tensor without 8-bit moments. Inlined, because lists of small tensors pay for each call.
+///
+/// # Safety
+/// As [`tensor_of`].
+#[inline(always)]
+unsafe fn plain_tensor<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     check_copy(raw)?;
-    check_scales(raw)?;
-    if raw.state_dtype == CODES {
-        // SAFETY: the caller's promise.
-        return unsafe { tensor_with_codes(raw) };
-    }
     let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
     let copy_dtype = parse_copy_dtype(raw.copy_dtype, "copy_dtype")?;
     // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
@@ -250,7 +255,9 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
 
 /// # Safety
 /// As [`tensor_of`].
+#[cold]
 unsafe fn tensor_with_codes<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    check_scales(raw)?;
     if has_shadow(raw) {
         return Err(Error::invalid("state_dtype", "is SPW_DTYPE_CODES, so the shadow spans must be NULL"));
     }
@@ -262,7 +269,7 @@ unsafe fn tensor_with_codes<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         *span = std::ptr::null_mut();
     }
     // SAFETY: the caller lends the spans.
-    unsafe { Ok(tensor_of(&rest)?.with_codes(moments_of(raw)?)?) }
+    unsafe { Ok(plain_tensor(&rest)?.with_codes(moments_of(raw)?)?) }
 }
 
 /// # Safety
@@ -332,7 +339,7 @@ pub(super) fn bytes_of_scales(n: u64) -> u64 {
 ///
 /// # Safety
 /// The caller lends the spans for `'a`. They do not overlap.
-unsafe fn moments_of<'a>(raw: &spw_tensor) -> Result<[Option<Codes<'a>>; 2]> {
+unsafe fn moments_of<'a>(raw: &spw_tensor) -> Result<Moments<'a>> {
     let names = [["exp_avg", "exp_avg_scale"], ["exp_avg_sq", "exp_avg_sq_scale"]];
     let spans = [(raw.exp_avg, raw.exp_avg_scale), (raw.exp_avg_sq, raw.exp_avg_sq_scale)];
     let mut moments = [None, None];
@@ -381,7 +388,7 @@ pub(super) unsafe fn codes_of<'a>(
 }
 
 /// True if the tensor has 8-bit moments, or scales of them.
-fn has_codes(raw: &spw_tensor) -> bool {
+pub(super) fn has_codes(raw: &spw_tensor) -> bool {
     raw.state_dtype == CODES || !(raw.exp_avg_scale.is_null() && raw.exp_avg_sq_scale.is_null())
 }
 
@@ -402,12 +409,12 @@ pub(in crate::capi) fn no_steps_of_codes() -> Error {
 
 /// Rejects scales without SPW_DTYPE_CODES.
 fn check_scales(raw: &spw_tensor) -> Result<()> {
-    match raw.state_dtype != CODES && has_codes(raw) {
-        true => Err(Error::invalid(
-            "exp_avg_scale",
-            "or exp_avg_sq_scale is set, but state_dtype is not SPW_DTYPE_CODES",
-        )),
-        false => Ok(()),
+    match raw.state_dtype {
+        CODES => Ok(()),
+        _ => {
+            let reason = "or exp_avg_sq_scale is set, but state_dtype is not SPW_DTYPE_CODES";
+            Err(Error::invalid("exp_avg_scale", reason))
+        }
     }
 }
 

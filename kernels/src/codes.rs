@@ -9,8 +9,8 @@
 //! | second | k | 0 to 255 | 2^-16 |
 //!
 //! Codes are even near zero and proportional above `d`: a value is off by 1/32 of itself at most, so that also an element
-//! keeps its moments whose gradients are 100 times smaller than others of its block. Zero bytes are zeros. There is no root
-//! and no division, so that the codes cost less time than the memory that they save.
+//! keeps its moments whose gradients are 100 times smaller than others of its block. Zero bytes are zeros.
+//! There is no root and no division.
 //!
 //! Invariants:
 //! - The scale is rounded up to bf16 from the number of which the block's largest magnitude would be the largest code. So

@@ -108,7 +108,7 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: Tensor<'_>, squares: boo
 }
 
 /// Steps a tensor without 8-bit moments.
-#[inline]
+#[inline(always)]
 fn step_plain<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;
     take_copy(kernel, &mut tensor);
@@ -134,7 +134,7 @@ fn step_of_codes<R: Arithmetic>(
     random: Option<RandomBits>,
 ) -> Result<f64> {
     check::<R>(&tensor)?;
-    if tensor.has_log() || tensor.shadow.is_some() {
+    if tensor.has_log() || tensor.has_shadow() {
         return Err(codes_are_not_recorded());
     }
     codes::step(kernel, tensor, random, |tile| step_plain(kernel, rule, tile, squares))
@@ -146,7 +146,7 @@ fn step_of_split<R: Arithmetic>(
     tensor: &mut Tensor<'_>,
     squares: bool,
 ) -> Result<f64> {
-    if tensor.has_log() || tensor.shadow.is_some() {
+    if tensor.has_log() || tensor.has_shadow() {
         return Err(split_is_not_recorded());
     }
     step_split(kernel, rule, tensor, squares)

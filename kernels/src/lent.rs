@@ -58,7 +58,7 @@ impl LentTensor {
             states: RawStates::of(&mut tensor.states),
             grad: RawSpan { address: tensor.grad.address().cast_mut(), dtype: tensor.grad.dtype() },
             param_copy: tensor.param_copy.as_mut().map(RawSpan::of),
-            shadow: tensor.shadow.as_mut().map(RawStates::of),
+            shadow: tensor.shadow_mut().map(RawStates::of),
             takes_copy: tensor.takes_copy(),
             low: tensor.is_split().then(|| tensor.low_address()),
             low_sums: tensor.low_sums_address(),

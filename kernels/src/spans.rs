@@ -59,7 +59,7 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
     /// Returns the addresses of `tensor`. The dtypes of `tensor` must match the static types.
     pub fn of(tensor: &mut Tensor<'_>) -> Self {
         let old = StateSpans::of(&mut tensor.states);
-        let new = tensor.shadow.as_mut().map(StateSpans::of);
+        let new = tensor.shadow_mut().map(StateSpans::of);
         let param_copy: *mut C::Raw =
             tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast();
         let streamed = tensor.streams.written;

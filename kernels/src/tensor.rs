@@ -52,19 +52,54 @@ pub struct Tensor<'a> {
     pub(super) states: States<'a>,
     pub(super) grad: Floats<'a>,
     pub(super) param_copy: Option<FloatsMut<'a>>,
-    pub(super) shadow: Option<States<'a>>,
+    beside: Beside<'a>,
     /// What other code has written to `param_copy` counts (see `take`).
     takes_copy: bool,
     /// Low bits of the master of a bf16 parameter (see `split`).
     low: Option<&'a mut [u16]>,
     /// Sums of the tiles of such a parameter (see `word_sum`).
     low_sums: Option<&'a mut [u64]>,
-    /// 8-bit exp_avg and exp_avg_sq in place of those of `states` (see `codes`).
-    codes: Option<Box<Moments<'a>>>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
     /// Number of the first element, counted from the start of the tensor that this one is a part of.
     first: u64,
+}
+
+/// What few tensors have, and none has two of. One field for all keeps the tensor small: a call of many small tensors
+/// spends much of its time on moving them.
+#[derive(Debug)]
+enum Beside<'a> {
+    Nothing,
+    /// The new states; the old ones stay.
+    Shadow(States<'a>),
+    /// 8-bit exp_avg and exp_avg_sq in place of those of `states` (see `codes`).
+    Codes(Moments<'a>),
+}
+
+impl<'a> Beside<'a> {
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        match self {
+            Beside::Nothing => (Beside::Nothing, Beside::Nothing),
+            Beside::Shadow(states) => {
+                let (states, rest) = states.split_at(mid);
+                (Beside::Shadow(states), Beside::Shadow(rest))
+            }
+            Beside::Codes(codes) => {
+                let [first, second] = codes.map(|codes| codes.map(|codes| codes.split_at(mid)).unzip());
+                (Beside::Codes([first.0, second.0]), Beside::Codes([first.1, second.1]))
+            }
+        }
+    }
+
+    fn reborrow(&mut self) -> Beside<'_> {
+        match self {
+            Beside::Nothing => Beside::Nothing,
+            Beside::Shadow(states) => Beside::Shadow(states.reborrow()),
+            Beside::Codes(codes) => {
+                Beside::Codes(codes.each_mut().map(|codes| codes.as_mut().map(Codes::reborrow)))
+            }
+        }
+    }
 }
 
 /// Which outputs are written with non-temporal stores.
@@ -114,11 +149,10 @@ impl<'a> Tensor<'a> {
             states,
             grad,
             param_copy,
-            shadow,
+            beside: shadow.map_or(Beside::Nothing, Beside::Shadow),
             takes_copy,
             low,
             low_sums: None,
-            codes: None,
             log: None,
             streams: Streams::default(),
             first: 0,
@@ -167,7 +201,7 @@ impl<'a> Tensor<'a> {
     pub fn with_codes(self, codes: Moments<'a>) -> Result<Self> {
         let n = self.len();
         let has_moments = self.states.exp_avg.is_some() || self.states.exp_avg_sq.is_some();
-        if has_moments || self.shadow.is_some() {
+        if has_moments || self.has_shadow() {
             return Err(codes_are_not_recorded());
         }
         for (name, codes) in [("exp_avg", &codes[0]), ("exp_avg_sq", &codes[1])] {
@@ -185,22 +219,44 @@ impl<'a> Tensor<'a> {
 
     /// As [`Tensor::with_codes`], of codes that it has checked before.
     pub(super) fn of_checked_codes(self, codes: Moments<'a>) -> Self {
-        Tensor { codes: Some(Box::new(codes)), ..self }
+        Tensor { beside: Beside::Codes(codes), ..self }
     }
 
     /// True if the moments are codes of 8 bits.
     pub fn has_codes(&self) -> bool {
-        self.codes.is_some()
+        matches!(self.beside, Beside::Codes(_))
+    }
+
+    /// True if the step writes its new states to a shadow.
+    pub(super) fn has_shadow(&self) -> bool {
+        matches!(self.beside, Beside::Shadow(_))
+    }
+
+    /// The shadow, if there is one.
+    pub(super) fn shadow_mut(&mut self) -> Option<&mut States<'a>> {
+        match &mut self.beside {
+            Beside::Shadow(states) => Some(states),
+            _ => None,
+        }
     }
 
     /// Takes the 8-bit moments out of the tensor.
     pub(super) fn take_codes(&mut self) -> Moments<'a> {
-        self.codes.take().map_or([None, None], |codes| *codes)
+        match std::mem::replace(&mut self.beside, Beside::Nothing) {
+            Beside::Codes(codes) => codes,
+            other => {
+                self.beside = other;
+                [None, None]
+            }
+        }
     }
 
     /// The 8-bit moments, if the tensor has any.
     pub(super) fn codes_mut(&mut self) -> Option<&mut Moments<'a>> {
-        self.codes.as_deref_mut()
+        match &mut self.beside {
+            Beside::Codes(codes) => Some(codes),
+            _ => None,
+        }
     }
 
     /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
@@ -210,7 +266,7 @@ impl<'a> Tensor<'a> {
             return Err(codes_are_not_recorded());
         }
         match shadow.shape() == self.states.shape() {
-            true => Ok(Tensor { shadow: Some(shadow), ..self }),
+            true => Ok(Tensor { beside: Beside::Shadow(shadow), ..self }),
             false => {
                 Err(Error::invalid("shadow", "must have the same spans, types and lengths as the states"))
             }
@@ -221,7 +277,7 @@ impl<'a> Tensor<'a> {
     /// which the copy is not the rounding becomes the copy (see `take`). Fails without a copy, and with shadow spans: after a step whose
     /// shadow is dropped, the copy would count although no code wrote it.
     pub fn with_copy_taken(self) -> Result<Self> {
-        match (self.param_copy.is_some(), self.shadow.is_some()) {
+        match (self.param_copy.is_some(), self.has_shadow()) {
             (true, false) => Ok(Tensor { takes_copy: true, ..self }),
             (false, _) => Err(Error::invalid("take_copy", "is 1, but there is no param_copy")),
             (true, true) => Err(Error::invalid("take_copy", "is 1, but the shadow spans are set")),
@@ -328,21 +384,19 @@ impl<'a> Tensor<'a> {
         let (states, states_rest) = self.states.split_at(mid);
         let (grad, grad_rest) = self.grad.split_at(mid);
         let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
-        let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
+        let (beside, beside_rest) = self.beside.split_at(mid);
         let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
         let (low_sums, sums_rest) = self.low_sums.map(|sums| sums.split_at_mut(mid / TILE)).unzip();
-        let (codes, codes_rest) = self.codes.map(|codes| split_codes(*codes, mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
             Tensor {
                 states,
                 grad,
                 param_copy,
-                shadow,
+                beside,
                 takes_copy: self.takes_copy,
                 low,
                 low_sums,
-                codes,
                 log,
                 streams: self.streams,
                 first: self.first,
@@ -351,11 +405,10 @@ impl<'a> Tensor<'a> {
                 states: states_rest,
                 grad: grad_rest,
                 param_copy: copy_rest,
-                shadow: shadow_rest,
+                beside: beside_rest,
                 takes_copy: self.takes_copy,
                 low: low_rest,
                 low_sums: sums_rest,
-                codes: codes_rest,
                 log: log_rest,
                 streams: self.streams,
                 first: self.first + mid as u64,
@@ -369,14 +422,10 @@ impl<'a> Tensor<'a> {
             states: self.states.reborrow(),
             grad: self.grad,
             param_copy: self.param_copy.as_mut().map(FloatsMut::reborrow),
-            shadow: self.shadow.as_mut().map(States::reborrow),
+            beside: self.beside.reborrow(),
             takes_copy: self.takes_copy,
             low: self.low.as_deref_mut(),
             low_sums: self.low_sums.as_deref_mut(),
-            codes: self
-                .codes
-                .as_mut()
-                .map(|codes| Box::new(codes.each_mut().map(|codes| codes.as_mut().map(Codes::reborrow)))),
             log: self.log.as_deref_mut(),
             streams: self.streams,
             first: self.first,
@@ -386,25 +435,26 @@ impl<'a> Tensor<'a> {
     /// Drops the states that the optimizer does not keep. Returns an error that names a state which the optimizer keeps
     /// but the tensor lacks.
     pub fn require_states(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
-        if let Some(codes) = &mut self.codes {
-            let [first, second] = &mut **codes;
-            return require([("exp_avg", exp_avg, first), ("exp_avg_sq", exp_avg_sq, second)]);
+        let require_of = |first: &mut Option<FloatsMut<'a>>, second: &mut Option<FloatsMut<'a>>| {
+            require([("exp_avg", exp_avg, first), ("exp_avg_sq", exp_avg_sq, second)])
+        };
+        match &mut self.beside {
+            Beside::Nothing => {}
+            Beside::Shadow(shadow) => require_of(&mut shadow.exp_avg, &mut shadow.exp_avg_sq)?,
+            Beside::Codes([first, second]) => {
+                return require([("exp_avg", exp_avg, first), ("exp_avg_sq", exp_avg_sq, second)]);
+            }
         }
-        for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
-            require([
-                ("exp_avg", exp_avg, &mut states.exp_avg),
-                ("exp_avg_sq", exp_avg_sq, &mut states.exp_avg_sq),
-            ])?;
-        }
-        Ok(())
+        require_of(&mut self.states.exp_avg, &mut self.states.exp_avg_sq)
     }
 
     /// Returns an error that names a state which this optimizer keeps but the tensor lacks.
     pub(super) fn check_states<R: Arithmetic>(&self) -> Result<()> {
         let States { exp_avg, exp_avg_sq, .. } = &self.states;
-        let has = |place: usize| self.codes.as_ref().is_some_and(|codes| codes[place].is_some());
-        let first = exp_avg.is_some() || has(0);
-        let second = exp_avg_sq.is_some() || has(1);
+        let (first, second) = match &self.beside {
+            Beside::Codes([first, second]) => (first.is_some(), second.is_some()),
+            _ => (exp_avg.is_some(), exp_avg_sq.is_some()),
+        };
         for (name, kept, there) in [("exp_avg", R::EXP_AVG, first), ("exp_avg_sq", R::EXP_AVG_SQ, second)] {
             if kept && !there {
                 return Err(Error::invalid(name, "is missing, but this optimizer needs it"));
@@ -444,14 +494,8 @@ impl Dtypes {
     }
 }
 
-/// The first `mid` elements of 8-bit moments and the rest.
-#[cold]
-fn split_codes(codes: Moments<'_>, mid: usize) -> (Box<Moments<'_>>, Box<Moments<'_>>) {
-    let [first, second] = codes.map(|codes| codes.map(|codes| codes.split_at(mid)).unzip());
-    (Box::new([first.0, second.0]), Box::new([first.1, second.1]))
-}
-
 /// Drops the moments that are not kept. Returns an error that names one which is kept but missing.
+#[inline(always)]
 fn require<T>(moments: [(&'static str, bool, &mut Option<T>); 2]) -> Result<()> {
     for (name, kept, moment) in moments {
         if !kept {

@@ -138,6 +138,10 @@ fn scales(tensor: u32, raw: &spw_tensor) -> impl Iterator<Item = Range> {
 }
 
 fn range_of(tensor: u32, span: u8, address: *const c_void, dtype: u32, n: u64) -> Option<Range> {
+    // Most spans of a tensor are NULL.
+    if address.is_null() {
+        return None;
+    }
     range_of_bytes(tensor, span, address.addr(), dtype_size(dtype).saturating_mul(n))
 }
 

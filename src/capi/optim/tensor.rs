@@ -26,10 +26,8 @@ pub enum spw_dtype {
 
 /// Bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
 pub(super) fn dtype_size(dtype: u32) -> u64 {
-    if dtype == CODES {
-        return 1;
-    }
-    known_dtype(dtype).map_or(0, |dtype| dtype.size() as u64)
+    const SIZES: [u64; 5] = [0, 4, 2, 2, 1];
+    SIZES.get(dtype as usize).copied().unwrap_or(0)
 }
 
 c_struct! { first 80;
@@ -389,7 +387,8 @@ pub(super) unsafe fn codes_of<'a>(
 
 /// True if the tensor has 8-bit moments, or scales of them.
 pub(super) fn has_codes(raw: &spw_tensor) -> bool {
-    raw.state_dtype == CODES || !(raw.exp_avg_scale.is_null() && raw.exp_avg_sq_scale.is_null())
+    // Without a branch for each: a call asks for every tensor.
+    (raw.state_dtype == CODES) | !raw.exp_avg_scale.is_null() | !raw.exp_avg_sq_scale.is_null()
 }
 
 /// Rejects 8-bit moments, for calls that do not step them.
@@ -490,6 +489,7 @@ pub(super) unsafe fn span_mut<'a>(
     Ok(unsafe { FloatsMut::from_raw(to, dtype, n) })
 }
 
+#[inline]
 pub(in crate::capi) unsafe fn optional_span<'a>(
     to: *mut c_void,
     dtype: Option<Dtype>,

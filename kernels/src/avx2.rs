@@ -68,6 +68,7 @@ unsafe impl Vector for F32x8 {
         bits_shl(a: __m256i, by: __m256i) -> __m256i = _mm256_sllv_epi32(a, by);
         bits_shr(a: __m256i, by: __m256i) -> __m256i = _mm256_srlv_epi32(a, by);
         bits_max(a: __m256i, b: __m256i) -> __m256i = _mm256_max_epu32(a, b);
+        bits_min(a: __m256i, b: __m256i) -> __m256i = _mm256_min_epu32(a, b);
         load_bytes(from: *const u8) -> __m256i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
     }
 

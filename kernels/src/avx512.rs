@@ -71,6 +71,7 @@ unsafe impl Vector for F32x16 {
         bits_shl(a: __m512i, by: __m512i) -> __m512i = _mm512_sllv_epi32(a, by);
         bits_shr(a: __m512i, by: __m512i) -> __m512i = _mm512_srlv_epi32(a, by);
         bits_max(a: __m512i, b: __m512i) -> __m512i = _mm512_max_epu32(a, b);
+        bits_min(a: __m512i, b: __m512i) -> __m512i = _mm512_min_epu32(a, b);
         largest(bits: __m512i) -> u32 = _mm512_reduce_max_epu32(bits);
         store_bytes(bits: __m512i, to: *mut u8) = _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits));
         load_bytes(from: *const u8) -> __m512i = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));

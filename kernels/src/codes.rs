@@ -24,6 +24,8 @@
 //! A step decodes a tile into a buffer that stays in the caches, steps it as f32 moments, and encodes the result. So
 //! every rule, type combination and instruction set has 8-bit moments, with the bits of a step of the decoded moments.
 
+use std::mem::MaybeUninit;
+
 use super::chunk_loop::CHUNK;
 use super::coded::{BLOCK, Codes, Moment};
 use super::dispatch::Kernel;
@@ -38,10 +40,19 @@ use crate::error::Result;
 impl Codes<'_> {
     /// Writes the values of all codes. Panics if `to` or the scales have another length than the codes need.
     pub fn decode(&self, kernel: Kernel, moment: Moment, to: &mut [f32]) {
-        self.check(to.len());
-        let (codes, scales, n) = (self.codes.as_ptr(), self.scales.as_ptr().cast(), to.len());
+        let n = to.len();
+        // SAFETY: `to` has room for n values.
+        unsafe { self.decode_to(kernel, moment, to.as_mut_ptr(), n) }
+    }
+
+    /// As [`Codes::decode`], to memory that need not be initialised.
+    ///
+    /// # Safety
+    /// `to` has room for `n` values.
+    unsafe fn decode_to(&self, kernel: Kernel, moment: Moment, to: *mut f32, n: usize) {
+        self.check(n);
+        let (codes, scales) = (self.codes.as_ptr(), self.scales.as_ptr().cast());
         let _mode = IeeeMode::enter();
-        let to = to.as_mut_ptr();
         // SAFETY: `check` found one code for each of the n values, and one scale for each block of them.
         unsafe {
             match moment {
@@ -61,7 +72,7 @@ impl Codes<'_> {
         let (codes, scales) = (self.codes.as_mut_ptr(), self.scales.as_mut_ptr().cast());
         let (from, n) = (from.as_ptr(), from.len());
         let _mode = IeeeMode::enter();
-        // SAFETY: as in `decode`.
+        // SAFETY: as in `decode_to`.
         unsafe {
             match moment {
                 Moment::First => kernel.run(Encode::<true> { from, codes, scales, n, random }),
@@ -99,6 +110,25 @@ pub fn step(
 /// Most elements of a step whose buffer is small: to clear the buffer of a tile takes longer than such a step.
 const SMALL: usize = 128;
 
+/// Room for the numbers of a tile. It is not cleared, which would take a tenth of the step.
+struct Buffer<T, const MOST: usize>(MaybeUninit<[T; MOST]>);
+
+impl<T: Copy, const MOST: usize> Buffer<T, MOST> {
+    const NEW: Self = Buffer(MaybeUninit::uninit());
+
+    /// The first `n` numbers. Panics if there is no room for them.
+    ///
+    /// # Safety
+    /// `write` writes `n` numbers.
+    unsafe fn written_by(&mut self, n: usize, write: impl FnOnce(*mut T)) -> &mut [T] {
+        assert!(n <= MOST, "a tile of {n} elements");
+        let to = self.0.as_mut_ptr().cast();
+        write(to);
+        // SAFETY: the caller's promise; the buffer has room for them, and is borrowed with them.
+        unsafe { std::slice::from_raw_parts_mut(to, n) }
+    }
+}
+
 fn step_tile<const MOST: usize>(
     kernel: Kernel,
     mut tensor: Tensor<'_>,
@@ -106,21 +136,19 @@ fn step_tile<const MOST: usize>(
     step: &mut impl FnMut(Tensor<'_>) -> Result<f64>,
 ) -> Result<f64> {
     let n = tensor.len();
-    let mut numbers = [0; MOST];
+    let mut numbers = Buffer::<u32, MOST>::NEW;
     let random = random.map(|random| {
-        random.from(tensor.first()).fill(kernel, &mut numbers[..n]);
-        &numbers[..n]
+        // SAFETY: the call writes n words.
+        &*unsafe { numbers.written_by(n, |to| random.from(tensor.first()).fill_to(kernel, to, n)) }
     });
     let [mut first, mut second] = tensor.take_codes();
-    let mut values = [[0.0; MOST]; 2];
-    let [first_values, second_values] = &mut values;
-    let moments = [
-        (&mut first, Moment::First, &mut first_values[..n]),
-        (&mut second, Moment::Second, &mut second_values[..n]),
-    ];
+    let (mut first_values, mut second_values) = (Buffer::<f32, MOST>::NEW, Buffer::<f32, MOST>::NEW);
+    let moments =
+        [(&mut first, Moment::First, &mut first_values), (&mut second, Moment::Second, &mut second_values)];
     let moments = moments.map(|(codes, moment, values)| {
         codes.as_mut().map(|codes| {
-            codes.decode(kernel, moment, values);
+            // SAFETY: there is a code for each of the n elements of the tile, and the call writes its value.
+            let values = unsafe { values.written_by(n, |to| codes.decode_to(kernel, moment, to, n)) };
             (codes, moment, values)
         })
     });
@@ -186,15 +214,17 @@ impl<const FIRST: bool> Body for Decode<FIRST> {
 unsafe fn decode_block<V: Vector, const FIRST: bool>(scale: f32, codes: *const u8, to: *mut f32) {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        let (scale, offset) = (V::splat(scale), offset(FIRST));
+        let offset = offset(FIRST);
+        let (less, scale) = (V::splat(-offset * scale), V::splat(scale));
         let step = V::bits_splat(STEP);
         for at in (0..BLOCK).step_by(V::LANES) {
             let byte = V::load_bytes(codes.add(at));
             let code = if FIRST { V::bits_and(byte, V::bits_splat(0x7f)) } else { byte };
             let moved = V::bits_add(V::bits_shl(code, step), V::bits_splat(offset.to_bits()));
-            let mut value = V::from_bits(moved).sub(V::splat(offset)).mul(scale);
+            // (moved - d) * scale with one rounding: d is a power of two, so its product with the scale is exact.
+            let mut value = V::from_bits(moved).mul_add(scale, less);
             if FIRST {
-                let sign = V::bits_shl(V::bits_shr(byte, V::bits_splat(7)), V::bits_splat(31));
+                let sign = V::bits_and(V::bits_shl(byte, V::bits_splat(24)), V::bits_splat(1 << 31));
                 value = V::from_bits(V::bits_or(value.to_bits(), sign));
             }
             value.store_f32(to.add(at));
@@ -291,9 +321,10 @@ unsafe fn largest_of<V: Vector, const FIRST: bool>(from: *const f32) -> u32 {
     unsafe {
         let mut largest = V::bits_splat(0);
         for at in (0..BLOCK).step_by(V::LANES) {
+            let value = V::load_f32(from.add(at));
             // The sum with zero makes zero of minus zero.
-            let bits = V::load_f32(from.add(at)).add(V::splat(0.0)).to_bits();
-            largest = V::bits_max(largest, if FIRST { magnitude::<V>(bits) } else { bits });
+            let bits = if FIRST { magnitude::<V>(value.to_bits()) } else { value.add(V::splat(0.0)).to_bits() };
+            largest = V::bits_max(largest, bits);
         }
         V::largest(largest)
     }
@@ -384,13 +415,11 @@ unsafe fn code_of<V: Vector, const FIRST: bool>(bits: V::Bits, factor: V, moved:
         let sum = V::from_bits(size).mul_add(factor, V::splat(offset)).to_bits();
         let steps = V::bits_add(V::bits_sub(sum, V::bits_splat(offset.to_bits())), moved);
         let code = V::bits_shr(steps, V::bits_splat(STEP));
-        let highest = |bits| V::bits_shr(bits, V::bits_splat(31));
         if FIRST {
-            let sign = V::bits_shl(highest(bits), V::bits_splat(7));
+            let sign = V::bits_and(V::bits_shr(bits, V::bits_splat(24)), V::bits_splat(0x80));
             return V::bits_or(code, sign);
         }
-        let is_zero = highest(V::bits_sub(code, V::bits_splat(1)));
-        let has_value = highest(V::bits_sub(V::bits_splat(0), size));
-        V::bits_add(code, V::bits_and(is_zero, has_value))
+        // At least 1, unless the value is zero.
+        V::bits_max(code, V::bits_min(size, V::bits_splat(1)))
     }
 }

@@ -140,6 +140,7 @@ unsafe impl Vector for F32x16 {
         bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| veorq_u32(a[i], b[i]));
         bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vandq_u32(a[i], b[i]));
         bits_max(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vmaxq_u32(a[i], b[i]));
+        bits_min(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vminq_u32(a[i], b[i]));
     }
 
     #[inline(always)]

@@ -56,6 +56,7 @@ unsafe impl Vector for f32 {
         bits_shl(a: u32, by: u32) -> u32 = a.unbounded_shl(by);
         bits_shr(a: u32, by: u32) -> u32 = a.unbounded_shr(by);
         bits_max(a: u32, b: u32) -> u32 = a.max(b);
+        bits_min(a: u32, b: u32) -> u32 = a.min(b);
         largest(bits: u32) -> u32 = bits;
         within(a: u32, a_mask: u32, b: u32, b_mask: u32) -> bool = (a & !a_mask) | (b & !b_mask) == 0;
         store_bytes(bits: u32, to: *mut u8) = to.write(bits as u8);

@@ -66,9 +66,17 @@ impl RandomBits {
 
     /// Writes the bits of the first elements of the chunk.
     pub fn fill(self, kernel: Kernel, to: &mut [u32]) {
-        let fill = Fill { random: self, to: to.as_mut_ptr(), n: to.len() };
-        // SAFETY: `to` has n words.
-        unsafe { kernel.run(fill) };
+        // SAFETY: `to` has room for its words.
+        unsafe { self.fill_to(kernel, to.as_mut_ptr(), to.len()) };
+    }
+
+    /// As [`RandomBits::fill`], to memory that need not be initialised.
+    ///
+    /// # Safety
+    /// `to` has room for `n` words.
+    pub(super) unsafe fn fill_to(self, kernel: Kernel, to: *mut u32, n: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { kernel.run(Fill { random: self, to, n }) };
     }
 
     /// 32 random bits for each lane of the group at element `at` of the chunk. The multipliers and shifts are those of

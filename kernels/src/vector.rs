@@ -108,6 +108,8 @@ pub unsafe trait Vector: Copy {
     unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits;
     /// The larger of two patterns in each lane, as unsigned numbers.
     unsafe fn bits_max(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// The smaller of two patterns in each lane, as unsigned numbers.
+    unsafe fn bits_min(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// The largest pattern of all lanes, as unsigned numbers.
     unsafe fn largest(bits: Self::Bits) -> u32;
     /// True if no lane of `a` has a bit outside `a_mask` and no lane of `b` has a bit outside `b_mask`.

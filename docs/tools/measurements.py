@@ -1,6 +1,6 @@
 """Reads the records of measurements in ffi_tests/bench/records, and makes their page.
 
-docs/benchmarks.md describes the shape of a record: that of a report, with a title, a command, a machine and notes."""
+docs/reference/reports.md describes the shape of a record: that of a report, with a title, a command, a machine and notes."""
 
 import json
 import math
@@ -203,7 +203,7 @@ def page():
     """The page of all records."""
     intro = """# Measurements
 
-Each section is a file of `ffi_tests/bench/records`. [The record](../benchmarks.md#the-record) describes its fields.
+Each section is a file of `ffi_tests/bench/records`. [The record](../reference/reports.md#the-record) describes its fields.
 In a table, two figures in parentheses are the quartiles of a median; figures with a semicolon are those of several runs.
 A bar ends at the median, or at the middle of a range or of runs. A whisker covers the range.
 """

@@ -1,4 +1,4 @@
-"""Proves that `python -m spillway.bench` prints a row for each case, and writes the JSON shape that docs/benchmarks.md describes.
+"""Proves that `python -m spillway.bench` prints a row for each case, and writes the JSON shape that docs/reference/reports.md describes.
 Two reports are compared; a plot names every row."""
 
 import copy

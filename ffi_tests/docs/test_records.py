@@ -101,7 +101,7 @@ def test_the_small_step_on_which_deepspeed_is_faster_is_that_of_the_records():
 
 
 def test_forms_of_a_figure_are_those_of_the_docs():
-    text = (measurements.ROOT / "docs" / "benchmarks.md").read_text().split("A figure of a record has one of these forms.")[1]
+    text = (measurements.ROOT / "docs" / "reference" / "reports.md").read_text().split("A figure of a record has one of these forms.")[1]
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith(("| `{", "| `9"))]
     forms = [set(ast.literal_eval(row)) for row in rows if row.startswith("{")]
     assert len(rows) == 5 and sorted(map(sorted, forms)) == sorted(map(sorted, measurements.FORMS))

@@ -1,7 +1,7 @@
 """What a benchmark measured: the JSON shape that all benchmarks share, and its comparison
 with an earlier run.
 
-docs/benchmarks.md describes the shape. A figure is a median with its quartiles over the rounds."""
+docs/reference/reports.md describes the shape. A figure is a median with its quartiles over the rounds."""
 
 import math
 import time

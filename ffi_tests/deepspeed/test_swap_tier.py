@@ -131,24 +131,42 @@ def test_weights_on_a_device_get_two_bytes_each_and_backward_waits_for_no_copy(t
 )
 def test_bf16_moments_are_those_of_host_memory_rounded_after_each_step(train, in_host, paths, more):
     arguments = [*RUNS["three groups"], "--round-moments"]
-    on_tier = train("--paths", *paths, "--block", json.dumps({"bf16_moments": True, **more}), *arguments)
+    on_tier = train("--paths", *paths, "--block", json.dumps({"moment_dtype": "bf16", **more}), *arguments)
     assert same(on_tier, in_host(*arguments)) and not same(on_tier, in_host(*RUNS["three groups"]))
 
 
-def test_states_with_bf16_moments_resume_and_load(train, refused, in_host, paths, tmp_path):
-    arguments = ["--seed-each-step", "--round-moments"]
-    block, whole = {"bf16_moments": True, "resume": True}, in_host(*arguments)
+@pytest.mark.parametrize(
+    "more",
+    [{"part_elements": 5000}, {"overlap": True, "cache_bytes": 300000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
+    ids=["at once", "overlap", "split"],
+)
+def test_8_bit_moments_have_the_same_bits_however_they_are_stepped(train, in_host, paths, more):
+    arguments, block = RUNS["three groups"], {"moment_dtype": "int8"}
+    reference = train("--paths", *paths, "--block", json.dumps({**block, "part_elements": more.get("part_elements", 2 << 20)}), *arguments)
+    assert same(train("--paths", *paths, "--block", json.dumps({**block, **more}), *arguments), reference)
+    wide = in_host(*arguments)
+    assert not same(reference, wide)
+    assert all(abs(ours - theirs) < 0.05 for ours, theirs in zip(reference["losses"], wide["losses"], strict=True))
+
+
+@pytest.mark.parametrize("moment_dtype", ["bf16", "int8"])
+def test_states_with_narrow_moments_resume_and_load(train, refused, in_host, paths, tmp_path, moment_dtype):
+    arguments = ["--seed-each-step", *(["--round-moments"] if moment_dtype == "bf16" else [])]
+    block = {"moment_dtype": moment_dtype, "resume": True}
+    one = json.dumps({"moment_dtype": moment_dtype})
+    whole = in_host(*arguments) if moment_dtype == "bf16" else train("--paths", *paths, "--block", one, *arguments)
     train("--paths", *paths, "--block", json.dumps(block), *arguments, "--steps", 5)
     resumed = train("--paths", *paths, "--block", json.dumps({**block, "overlap": True}), *arguments)
     assert resumed["began_at"] == 5 and resumed["sha256"] == whole["sha256"]
-    assert "bf16_moments true, and this run has false" in refused("--paths", *paths, "--block", json.dumps({"resume": True}), *arguments)
-    snapshots = {"bf16_moments": True, "snapshot_checkpoints": True}
+    other = f'moment_dtype "{moment_dtype}", and this run has "f32"'
+    assert other in refused("--paths", *paths, "--block", json.dumps({"resume": True}), *arguments)
+    snapshots = {"moment_dtype": moment_dtype, "snapshot_checkpoints": True}
     save = [*arguments, "--save_at", 4, "--save", tmp_path / "saved"]
     train("--paths", *paths, "--block", json.dumps(snapshots), *save)
     load = [*arguments, "--load", tmp_path / "saved"]
     loaded = train("--paths", *paths, "--block", json.dumps(snapshots), *load)
     assert loaded["began_at"] == 4 and loaded["sha256"] == whole["sha256"]
-    assert "bf16_moments true, and this run has false" in refused("--paths", *paths, "--block", '{"snapshot_checkpoints": true}', *load)
+    assert other in refused("--paths", *paths, "--block", '{"snapshot_checkpoints": true}', *load)
 
 
 def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):
@@ -379,7 +397,7 @@ def test_mistakes_name_themselves(refused, paths):
 
 def test_bf16_moments_need_no_float16_weights(refused, paths):
     needs_fp16()
-    assert "use one of these, or float32 moments" in refused("--paths", *paths, "--block", '{"bf16_moments": true}', "--dtype", "fp16")
+    assert "use one of these, or float32 moments" in refused("--paths", *paths, "--block", '{"moment_dtype": "bf16"}', "--dtype", "fp16")
 
 
 def test_a_split_master_needs_bfloat16_weights(refused, paths):

@@ -98,7 +98,7 @@ def test_bits_are_those_of_a_step_in_memory(tmp_path, bucket_bytes, dtype):
 def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(tmp_path, bucket_bytes):
     names = tuple(name for name, (_, dtype) in SIZES.items() if dtype is not F16)
     expected = in_memory(range(5), names=names, moment_dtype=BF16)
-    further = {"bucket_bytes": bucket_bytes, "swap_options": {"bf16_moments": True, "speeds": [3]}}
+    further = {"bucket_bytes": bucket_bytes, "swap_options": {"moment_dtype": "bf16", "speeds": [3]}}
     model = Model(names)
     with stored(model, tmp_path, **further) as store:
         train(store, model, range(3))
@@ -115,9 +115,28 @@ def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(tmp_path, bucket_b
         stored(Model(names), tmp_path, bucket_bytes=bucket_bytes)
 
 
+def test_8_bit_moments_resume_and_restore(tmp_path):
+    further = {"bucket_bytes": 1, "swap_options": {"moment_dtype": "int8"}}
+    whole = Model()
+    with stored(whole, tmp_path, job="whole", **further) as store:
+        expected = train(store, whole, range(5))
+    model = Model()
+    with stored(model, tmp_path, **further) as store:
+        train(store, model, range(3))
+        store.commit()
+        store.snapshot(tmp_path / "snapshot").wait()
+        assert same(train(store, model, range(3, 5)), expected)
+        store.restore(tmp_path / "snapshot")
+        assert same(train(store, model, range(3, 5)), expected)
+    model = Model()
+    with stored(model, tmp_path, **further) as store:
+        assert store.resumed_step == 3 and same(train(store, model, range(3, 5)), expected)
+    assert not same(expected, in_memory(range(5)))
+
+
 def test_what_a_store_cannot_pass_to_its_update():
     with pytest.raises(spillway.UnsupportedError, match="the shard 'b.bias' is float16"):
-        stored(Model(), swap_options={"bf16_moments": True})
+        stored(Model(), swap_options={"moment_dtype": "bf16"})
     with pytest.raises(spillway.InvalidArgumentError, match="swap_options has split_master"):
         stored(Model(), swap_options={"split_master": True})
 

@@ -1,5 +1,7 @@
-"""A process of test_tier.py that trains with its states on a tier until it is killed: TIER, the number of steps between commits, and "bf16"
-for moments of 16 bits that are rounded at random, or "beside" for steps beside backward, commits and snapshots that go on beside them."""
+"""A process of test_tier.py that trains with its states on a tier until it is killed.
+
+Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, or "beside" for
+steps beside backward, with commits and snapshots that go on beside them."""
 
 import pathlib
 import sys
@@ -50,6 +52,10 @@ def wide_parameters():
 
 #: Keywords of moments of 16 bits that are rounded at random.
 BF16_MOMENTS = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "rounding_seed": 5}
+#: Those of 8-bit moments.
+CODED_MOMENTS = {"moment_dtype": "int8", "rounding_seed": 5}
+#: Parameters and keywords by the kind of moments.
+KINDS = {"f32": (parameters, {}), "bf16": (wide_parameters, BF16_MOMENTS), "int8": (parameters, CODED_MOMENTS)}
 
 
 def beside(directory, interval):
@@ -73,7 +79,8 @@ def beside(directory, interval):
 def main(directory, interval, moments="f32"):
     if moments == "beside":
         return beside(directory, int(interval))
-    params, more = (parameters(), {}) if moments == "f32" else (wide_parameters(), BF16_MOMENTS)
+    made, more = KINDS[moments]
+    params = made()
     optimizer = own.AdamW(params, lr=1e-2, tier=options(directory), **more)
     for step in range(optimizer.resumed_step or 0, 10_000):
         random_grads(params, step)

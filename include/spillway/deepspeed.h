@@ -137,7 +137,8 @@ typedef int32_t (*spw_swap_stepped_fn)(void *user, uint64_t subgroup, const floa
 // Does `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`, one call per subgroup. The coefficients
 // advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
 // states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds. `stepped`
-// may be NULL.
+// may be NULL. With SPW_SWAP_FLAG_CODED_MOMENTS the moments are rounded at random, with bits that the step and the
+// subgroup's number determine.
 spw_status spw_swap_ds_adam_step(spw_swap *swap,
                                  int32_t id,
                                  const spw_ds_adam_call *calls,

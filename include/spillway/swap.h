@@ -59,6 +59,10 @@ typedef enum spw_swap_flag {
     // `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     // SPW_ERR_INVALID_ARGUMENT.
     SPW_SWAP_FLAG_BF16_MOMENTS = 8,
+    // Store exp_avg and exp_avg_sq as codes of 8 bits with a scale for 32 elements (see `spw_tensor`): 5.87 bytes fewer
+    // per parameter. Blocks count from the subgroup's first element, and each part begins with a block. As
+    // SPW_SWAP_FLAG_BF16_MOMENTS otherwise, which may not be set too.
+    SPW_SWAP_FLAG_CODED_MOMENTS = 32,
     // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     // gets a warning and the memory may come from any node.
     SPW_SWAP_FLAG_BIND_NODE = 16,
@@ -178,8 +182,9 @@ spw_status spw_swap_fill(spw_swap *swap,
 // gradients are f32 or bf16, and `param_copy` is bf16.
 //
 // `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
-// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,
-// exp_avg, exp_avg_sq and the shadow spans are NULL. Stochastic rounding needs SPW_SWAP_FLAG_BF16_MOMENTS.
+// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS, or
+// SPW_DTYPE_CODES with SPW_SWAP_FLAG_CODED_MOMENTS. param, exp_avg, exp_avg_sq, their scales and the shadow spans are
+// NULL. Stochastic rounding needs narrow moments.
 //
 // With SPW_SWAP_FLAG_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before
 // (at first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with

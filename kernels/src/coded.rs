@@ -1,7 +1,7 @@
 //! 8-bit moments in memory. `codes` has their meaning.
 #![forbid(unsafe_code)]
 
-use crate::dtype::bf16;
+use crate::dtype::{bf16, codes_in};
 
 /// Elements of a block, which have one scale.
 pub const BLOCK: usize = 32;
@@ -27,7 +27,23 @@ pub enum Moment {
     Second,
 }
 
+/// Bytes of codes and scales that lie one behind the other (see [`Codes::within`]); `None` past 2^64.
+pub const fn bytes_together(elements: u64) -> Option<u64> {
+    let scales = 2 * elements.div_ceil(BLOCK as u64);
+    match elements.checked_next_multiple_of(2) {
+        Some(codes) => codes.checked_add(scales),
+        None => None,
+    }
+}
+
 impl<'a> Codes<'a> {
+    /// The codes of `elements` elements at the start of `memory`, and from the next even byte on their scales. Panics if
+    /// `memory` is smaller than that.
+    pub fn within(memory: &'a mut [f32], elements: usize) -> Codes<'a> {
+        let (codes, scales) = codes_in(memory, elements.next_multiple_of(2), elements.div_ceil(BLOCK));
+        Codes { codes: &mut codes[..elements], scales }
+    }
+
     /// The first `mid` elements and the rest. `mid` is a multiple of [`BLOCK`].
     pub(super) fn split_at(self, mid: usize) -> (Codes<'a>, Codes<'a>) {
         let (codes, codes_rest) = self.codes.split_at_mut(mid);

@@ -323,7 +323,8 @@ unsafe fn largest_of<V: Vector, const FIRST: bool>(from: *const f32) -> u32 {
         for at in (0..BLOCK).step_by(V::LANES) {
             let value = V::load_f32(from.add(at));
             // The sum with zero makes zero of minus zero.
-            let bits = if FIRST { magnitude::<V>(value.to_bits()) } else { value.add(V::splat(0.0)).to_bits() };
+            let bits =
+                if FIRST { magnitude::<V>(value.to_bits()) } else { value.add(V::splat(0.0)).to_bits() };
             largest = V::bits_max(largest, bits);
         }
         V::largest(largest)

@@ -39,6 +39,14 @@ pub fn as_bf16(numbers: &mut [f32]) -> &mut [bf16] {
     <[bf16]>::mut_from_bytes(numbers.as_mut_bytes()).unwrap_or_default()
 }
 
+/// The first `bytes` bytes of this memory, which are an even number, and `numbers` bf16 numbers behind them. Panics if the
+/// memory is smaller.
+pub(crate) fn codes_in(memory: &mut [f32], bytes: usize, numbers: usize) -> (&mut [u8], &mut [bf16]) {
+    let (first, rest) = memory.as_mut_bytes().split_at_mut(bytes);
+    let numbers = <[bf16]>::mut_from_bytes(&mut rest[..2 * numbers]);
+    (first, numbers.unwrap_or_default())
+}
+
 /// Shared slice whose element type is known at run time.
 #[derive(Debug, Clone, Copy)]
 pub enum Floats<'a> {

@@ -64,7 +64,7 @@ mod sve;
 pub use accumulate::accumulate;
 pub use chunk::Optimizer;
 pub use chunk_loop::CHUNK;
-pub use coded::{BLOCK, Codes, Moment, Moments};
+pub use coded::{BLOCK, Codes, Moment, Moments, bytes_together};
 pub use dispatch::Kernel;
 pub use element::{Dtypes, supported};
 pub use error::{Error, Result};

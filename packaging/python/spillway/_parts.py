@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _arguments, _ranks, tier
+from . import _arguments, _native, _ranks, tier
 from ._holdings import Holding, check_alike, move, steps_of
 from ._snapshot import MANIFEST, Exported, part_name
 from .errors import InvalidArgumentError, NoStateError
-from .swap import extent_name
+from .swap import MOMENTS, extent_name, stream_bytes
 from .tier import Tier
 from .tiered import Place, Record, Tiered
 
@@ -208,18 +208,30 @@ class _SnapshotPart:
 
 
 def _name(holding: Holding, subgroup: int) -> str:
-    return extent_name(subgroup, bf16_moments=holding.moments == "bfloat16")
+    return extent_name(subgroup, moment_dtype=holding.moments)
 
 
 def _read(opened: Tier, holding: Holding, subgroup: int) -> Sequence[Any]:
     import torch
 
-    elements, moments = holding.elements[subgroup], getattr(torch, holding.moments)
-    states = [torch.empty(elements, dtype=dtype, device="cpu") for dtype in (torch.float32, moments, moments)]
+    elements = holding.elements[subgroup]
+    streams = [torch.empty(count, dtype=torch.uint8, device="cpu") for count in stream_bytes(elements, holding.moments)]
     if elements:
-        extent = opened.define(_name(holding, subgroup), [state.nbytes for state in states])
-        opened.wait(opened.get(extent, states))
-    return [state.float() for state in states]
+        extent = opened.define(_name(holding, subgroup), [stream.nbytes for stream in streams])
+        opened.wait(opened.get(extent, streams))
+    if holding.moments == "int8":
+        master, *moments = streams
+        return [master.view(torch.float32), *(_decoded(*one, elements) for one in zip(MOMENTS, moments))]
+    moment = torch.bfloat16 if holding.moments == "bf16" else torch.float32
+    return [stream.view(dtype).float() for stream, dtype in zip(streams, (torch.float32, moment, moment))]
+
+
+def _decoded(moment: int, stream: Any, elements: int) -> Any:
+    import torch
+
+    values, scales = torch.empty(elements, dtype=torch.float32, device="cpu"), stream[elements + elements % 2 :]
+    _native.call("spw_codes_read", moment, stream.data_ptr(), scales.data_ptr(), elements, values.data_ptr())
+    return values
 
 
 def _found(given: Any, place: Place) -> list[Any]:

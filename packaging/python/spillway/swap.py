@@ -17,9 +17,10 @@ is there. With speculative=True a verdict may take the steps back:
             update.submit(subgroup, grad, weight)
         update.verdict("redo", grad_scale=clip) if norm > 1.0 else update.verdict("commit")
 
-With bf16_moments=True the tier and memory store both moments as bfloat16: 8 bytes per parameter instead of 12. The step has
-the bits of Adam with bfloat16 moments in memory, and may round at random. fill(), read() and write() take float32 arrays all
-the same; values are rounded to nearest even.
+With moment_dtype="bf16" the tier and memory store both moments as bfloat16: 8 bytes per parameter instead of 12. With "int8"
+they store codes of 8 bits with a scale for 32 elements: 6.13 bytes. The step has the bits of Adam with such moments in memory,
+and may round at random. fill(), read() and write() take float32 arrays all the same; values are rounded to nearest. Blocks of
+codes count from the subgroup's start, so each part of a subgroup begins at a multiple of 32.
 
 With split_master=True the tier and memory store param without its upper halves, which the bf16 weights imply: 2 bytes per
 parameter fewer. Every step, and read() of param, then needs the bf16 weights that belong to the state:
@@ -52,14 +53,29 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 UNROUNDED = "a step with bfloat16 moments takes weights and gradients of bfloat16 or float32; use one of these, or float32 moments"
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
 _BIND_NODE, _SPLIT_MASTER = _abi.SWAP_FLAG_BIND_NODE, _abi.SWAP_FLAG_SPLIT_MASTER
-_BF16_MOMENTS = _abi.SWAP_FLAG_BF16_MOMENTS
+#: Of each moment_dtype: the flag of C, the code in a row of C, what names of extents have, bytes of both moments of a parameter.
+_MOMENTS = {
+    "f32": (0, _abi.DTYPE_F32, "", 8),
+    "bf16": (_abi.SWAP_FLAG_BF16_MOMENTS, _abi.DTYPE_BF16, "-bf16", 4),
+    "int8": (_abi.SWAP_FLAG_CODED_MOMENTS, _abi.DTYPE_CODES, "-codes", 2.125),
+}
+MomentDtype = Literal["f32", "bf16", "int8"]
+#: The kinds of exp_avg and exp_avg_sq, for codes of 8 bits.
+MOMENTS = (_abi.MOMENT_FIRST, _abi.MOMENT_SECOND)
 # Statuses of spw_swap_finish after which the step is still open.
 _STAYS_OPEN = (_abi.ERR_TIMEOUT, _abi.ERR_ROUND_OPEN, _abi.ERR_BUCKET_MISSING)
 
 
-def extent_name(subgroup: int, *, split_master: bool = False, bf16_moments: bool = False) -> str:
+def extent_name(subgroup: int, *, split_master: bool = False, moment_dtype: str = "f32") -> str:
     """The name of the extent of a subgroup."""
-    return f"subgroup-{subgroup:06}{'-bf16' * bf16_moments}{'-split' * split_master}"
+    return f"subgroup-{subgroup:06}{_MOMENTS[moment_dtype][2]}{'-split' * split_master}"
+
+
+def stream_bytes(elements: int, moment_dtype: str) -> list[int]:
+    """Bytes of the streams of an extent with whole masters: param, exp_avg, exp_avg_sq. Codes of 8 bits have their scales behind them,
+    from the next even byte on."""
+    moment = elements + elements % 2 + 2 * -(-elements // 32) if moment_dtype == "int8" else elements * _MOMENTS[moment_dtype][3] // 2
+    return [4 * elements, int(moment), int(moment)]
 
 
 class Budget(NamedTuple):
@@ -107,7 +123,7 @@ class SwapStats(NamedTuple):
 
 
 def plan_budget(
-    elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False, bf16_moments: bool = False
+    elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False, moment_dtype: MomentDtype = "f32"
 ) -> Budget:
     """Computes the Budget of a swapped update; allocates nothing.
 
@@ -115,7 +131,7 @@ def plan_budget(
         elements: Number of elements of each subgroup.
         memory_budget: Limit of the host memory for state, in bytes.
         paths: Number of paths of the tier.
-        split_master, bf16_moments: As for Swap.
+        split_master, moment_dtype: As for Swap.
 
     Raises:
         InvalidArgumentError: The limit is too small; the message names the least one.
@@ -123,7 +139,7 @@ def plan_budget(
     Example:
         spillway.swap.plan_budget([1 << 24] * 8, memory_budget=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, memory_budget, split_master, bf16_moments)
+    options = _options(elements, memory_budget, split_master, moment_dtype)
     _native.call("spw_swap_plan_budget", ctypes.byref(options), paths, ctypes.byref(budget))
     return _record(Budget, budget)
 
@@ -146,7 +162,8 @@ class Swap(_NativeHandle):
         huge_pages: Use 2 MiB pages for the buffers.
         pin_memory: Lock the buffers' pages in memory.
         split_master: Store param without its upper halves, see the module's description.
-        bf16_moments: Store the moments as bfloat16. A tier has one type of moments: fill another job to change it.
+        moment_dtype: How the moments are stored: "f32", "bf16" or "int8". A tier has one type of moments: fill another job to
+            change it.
         node: NUMA node of the buffers; None: any.
 
     Raises:
@@ -164,7 +181,7 @@ class Swap(_NativeHandle):
     tier: Fixed[Tier] = Fixed("The Tier.")
     elements: Fixed[tuple[int, ...]] = Fixed("Number of elements of each subgroup.")
     split_master: Fixed[bool] = Fixed("The tier stores param without its upper halves.")
-    bf16_moments: Fixed[bool] = Fixed("The tier stores the moments as bfloat16.")
+    moment_dtype: Fixed[MomentDtype] = Fixed("How the tier stores the moments.")
     budget: Fixed[Budget] = Fixed("The Budget chosen at open.")
 
     def __init__(
@@ -178,12 +195,12 @@ class Swap(_NativeHandle):
         huge_pages: bool = True,
         pin_memory: bool = True,
         split_master: bool = False,
-        bf16_moments: bool = False,
+        moment_dtype: MomentDtype = "f32",
         node: int | None = None,
     ):
         paths = len(Tier._given("Swap: tier", tier).paths())
-        self.elements, self.split_master, self.bf16_moments = tuple(elements), split_master, bf16_moments
-        encoding = {"split_master": split_master, "bf16_moments": bf16_moments}
+        self.elements, self.split_master, self.moment_dtype = tuple(elements), split_master, moment_dtype
+        encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
         least = working_bytes(elements, paths, **encoding) if memory_budget is None else memory_budget
         options = _options(self.elements, least, **encoding)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
@@ -203,12 +220,12 @@ class Swap(_NativeHandle):
 
     def _facts(self) -> dict[str, Any]:
         shape = {"subgroups": len(self), "elements": sum(self.elements), "host_bytes": self.budget.host_bytes}
-        return {**shape, "split_master": self.split_master, "bf16_moments": self.bf16_moments, "tier": self.tier}
+        return {**shape, "split_master": self.split_master, "moment_dtype": self.moment_dtype, "tier": self.tier}
 
     @property
     def moment_code(self) -> int:
         """The dtype code of the moments in a row of C."""
-        return _abi.DTYPE_BF16 if self.bf16_moments else _abi.DTYPE_F32
+        return _MOMENTS[self.moment_dtype][1]
 
     def stats(self) -> SwapStats:
         """Returns the counters since the open."""
@@ -657,25 +674,27 @@ class SwapUpdate:
             self.swap.rollback()
 
 
-def state_bytes(*, split_master: bool = False, bf16_moments: bool = False) -> int:
+def state_bytes(*, split_master: bool = False, moment_dtype: MomentDtype = "f32") -> float:
     """Bytes of a parameter's state on the tier, without the tables of split masters. The arguments are those of Swap."""
-    return 12 - 2 * split_master - 4 * bf16_moments
+    return 4 - 2 * split_master + _MOMENTS[moment_dtype][3]
 
 
-def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False, bf16_moments: bool = False) -> int:
+def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False, moment_dtype: MomentDtype = "f32") -> int:
     """Returns the least host memory, in bytes, with which every path can read and write at once.
 
     Args:
         elements: Number of elements of each subgroup.
         paths: Number of paths of the tier.
-        split_master, bf16_moments: As for Swap."""
-    encoding = {"split_master": split_master, "bf16_moments": bf16_moments}
+        split_master, moment_dtype: As for Swap."""
+    encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
     return plan_budget(elements, memory_budget=(1 << 64) - 1, paths=paths, **encoding).working_bytes
 
 
-def _options(elements: Sequence[int], memory_budget: int, split_master: bool, bf16_moments: bool) -> Any:
+def _options(elements: Sequence[int], memory_budget: int, split_master: bool, moment_dtype: str) -> Any:
+    if not isinstance(moment_dtype, str) or moment_dtype not in _MOMENTS:
+        raise InvalidArgumentError(f'Swap: moment_dtype is {moment_dtype!r}; pass "f32", "bf16" or "int8"')
     options = _abi.sized(_abi.SwapOptions)
-    options.flags = _SPLIT_MASTER * bool(split_master) + _BF16_MOMENTS * bool(bf16_moments)
+    options.flags = _SPLIT_MASTER * bool(split_master) + _MOMENTS[moment_dtype][0]
     options.elements, options.subgroups = _arguments.table("elements", elements, ctypes.c_uint64), len(elements)
     options.memory_budget = memory_budget
     return options

@@ -18,7 +18,7 @@ SIZES = (5000, 0, 70_001, 333, 20_000, 20_000)
 FREE = {"huge_pages": False, "pin_memory": False}
 
 
-ENCODING = ("split_master", "bf16_moments")
+ENCODING = ("split_master", "moment_dtype")
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def folders(tmp_path):
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def open_tier(folders, **settings):
-    return spillway.Tier([str(folder) for folder in folders], job="test", block_bytes=16 << 10, **settings)
+def open_tier(folders, job="test", **settings):
+    return spillway.Tier([str(folder) for folder in folders], job=job, block_bytes=16 << 10, **settings)
 
 
 def open_swap(tier, buffers=3, sizes=SIZES, **settings):
@@ -564,13 +564,41 @@ def test_each_subgroup_may_have_an_adam_of_its_own(folders):
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("split", [False, True])
+def test_8_bit_moments_have_the_same_values_with_every_budget_and_after_a_new_open(folders, rounding, split):
+    torch = pytest.importorskip("torch")
+    params, zeros = [torch.from_numpy(p) for p in first()], [torch.zeros(size) for size in SIZES]
+    found = []
+    for run, buffers in enumerate((3, 4, 20)):
+        weights = [param.to(torch.bfloat16) for param in params]
+        adam = spillway.Adam(lr=1e-2, rounding=rounding, rounding_seed=3)
+        with open_tier(folders, job=f"job{run}") as tier, open_swap(tier, buffers, moment_dtype="int8", split_master=split) as swap:
+            swap.fill(list(zip(params, zeros, zeros)))
+            for number in range(1, 4):
+                swap.step(adam, list(zip([torch.from_numpy(grad).to(torch.bfloat16) for grad in gradients(number)], weights)))
+            swap.commit(3)
+            stored, bytes_each = sum(extent.bytes for extent in tier.extents()), 4.125 if split else 6.125
+            assert bytes_each * sum(SIZES) <= stored <= bytes_each * sum(SIZES) + 400 * len(SIZES)
+        with open_tier(folders, job=f"job{run}") as tier, open_swap(tier, buffers, moment_dtype="int8", split_master=split) as swap:
+            found.append(everything(swap, weights if split else None))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+    with open_tier(folders, job="job0") as tier, pytest.raises(spillway.InvalidArgumentError, match="stored with 8-bit moments"):
+        open_swap(tier, 4, split_master=split)
+
+
+def test_a_kind_of_moments_that_is_not_known_is_refused(folders):
+    with open_tier(folders) as tier, pytest.raises(spillway.InvalidArgumentError, match="moment_dtype is 'fp8'; pass \"f32\""):
+        open_swap(tier, 4, moment_dtype="fp8")
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("split", [False, True])
 def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(folders, rounding, split):
     torch = pytest.importorskip("torch")
     bf16, options = torch.bfloat16, {"lr": 1e-2, "rounding": rounding, "rounding_seed": 3}
     params, zeros = [torch.from_numpy(p) for p in first()], [torch.zeros(size) for size in SIZES]
     moments = [[torch.zeros(size, dtype=bf16) for size in SIZES] for _ in range(2)]
     plain, adam, weights = spillway.Adam(**options), spillway.Adam(**options), [param.to(bf16) for param in params]
-    with open_tier(folders) as tier, open_swap(tier, 4, bf16_moments=True, split_master=split) as swap:
+    with open_tier(folders) as tier, open_swap(tier, 4, moment_dtype="bf16", split_master=split) as swap:
         swap.fill(list(zip(params, zeros, zeros)))
         for number in range(1, 4):
             grads = [torch.from_numpy(grad).to(bf16) for grad in gradients(number)]

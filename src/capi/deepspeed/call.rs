@@ -1,7 +1,7 @@
 //! The arguments of a step of a DeepSpeed id, and the state that the id keeps between steps.
 
 use crate::capi::prelude::*;
-use crate::kernel::{AdamRule, Arithmetic};
+use crate::kernel::{AdamRule, Arithmetic, stochastic_key};
 use crate::optim::check;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 
@@ -85,11 +85,13 @@ pub(in crate::capi) fn rule_of(id: i32, call: In<spw_ds_adam_call>) -> Result<(A
     Ok((state, rule.with_grad_scale(grad_scale_of(&call).map_err(named)?)))
 }
 
-/// The coefficients of each call, computed in order, and the state of the id after them.
+/// The coefficients of each call, computed in order, and the state of the id after them. `rounds`: each rounds its moments
+/// at random, with bits of its own.
 pub(in crate::capi) fn rules_of(
     id: i32,
     calls: In<spw_ds_adam_call>,
     count: u64,
+    rounds: bool,
 ) -> Result<(AdamState, Vec<AdamRule>)> {
     let mut kept = ADAM.get(id)?;
     let calls = calls.read_all(count, "calls")?;
@@ -98,6 +100,8 @@ pub(in crate::capi) fn rules_of(
         let named = |error: Error| error.within(&format!("calls[{index}]."));
         let (state, rule) = kept.begin(&call_of(call).map_err(named)?).map_err(named)?;
         kept = state;
+        let stochastic = rounds.then(|| stochastic_key(index as u64, call.step));
+        let rule = AdamRule { stochastic, ..rule };
         rules.push(rule.with_grad_scale(grad_scale_of(call).map_err(named)?));
     }
     Ok((kept, rules))

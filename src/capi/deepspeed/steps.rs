@@ -23,7 +23,8 @@ pub type spw_swap_stepped_fn =
 /// Does `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`, one call per subgroup. The coefficients
 /// advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
 /// states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds. `stepped`
-/// may be NULL.
+/// may be NULL. With SPW_SWAP_FLAG_CODED_MOMENTS the moments are rounded at random, with bits that the step and the
+/// subgroup's number determine.
 ///
 /// # Safety
 /// As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
@@ -41,7 +42,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
         let swap = &handle::get_mut(swap)?.update;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let (kept, rules) = rules_of(id, calls, count)?;
+            let (kept, rules) = rules_of(id, calls, count, swap.layout().has_codes())?;
             let own = |index: usize, raw: &spw_tensor| inputs::rule_of_id(&rules, index, raw);
             let parts = inputs::whole(swap.layout(), tensors, count, own)?;
             let mut after = |subgroup: usize, param: &[f32]| match stepped
@@ -87,7 +88,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_calls(
             let reason = format!("is {count}, but there are {} subgroups", swap.update.layout().len());
             return Err(Error::invalid("count", reason));
         }
-        let (state, rules) = rules_of(id, calls, count)?;
+        let (state, rules) = rules_of(id, calls, count, swap.update.layout().has_codes())?;
         swap.rules = Rules::Each { rules, id, state };
         Ok(())
     })

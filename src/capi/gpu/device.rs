@@ -275,6 +275,7 @@ pub(in crate::capi) unsafe fn jobs(
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let raw = tensor::read_all(tensors, count)?;
+        tensor::no_codes(&raw)?;
         overlap::check(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {

@@ -288,7 +288,7 @@ pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
             let (engine, stream) = with_stream(interleave, stream)?;
             let subgroups = subgroups_of(engine)?;
             check_count(count, [subgroups, subgroups])?;
-            let (kept, rules) = rules_of(id, calls, count)?;
+            let (kept, rules) = rules_of(id, calls, count, false)?;
             engine.begin(rules, stream)?;
             ADAM.create(id, kept);
             Ok(())

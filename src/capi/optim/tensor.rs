@@ -175,11 +175,10 @@ pub(in crate::capi) fn no_split_masters() -> Error {
     Error::Unsupported(reason.to_string())
 }
 
-/// Copies the tensors of a call as structs of this version. Rejects param_low, 8-bit moments and take_copy.
+/// Copies the tensors of a call as structs of this version. Rejects param_low and take_copy.
 pub(in crate::capi) fn read_all(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
     let mut raw = tensors.read_all(count, "tensors")?;
     no_low_bits(&raw)?;
-    no_codes(&raw)?;
     match raw.iter().position(|raw| raw.n > 0 && raw.take_copy != 0) {
         None => {}
         Some(index) => return Err(at(index, no_taken_copies())),

@@ -235,7 +235,9 @@ fn check(raw: &[spw_tensor], usual: Encoding) -> Result<()> {
 
 fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
     let split = usual.master == Master::Split;
-    let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
+    let [f32, bf16, codes] =
+        [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16, spw_dtype::SPW_DTYPE_CODES]
+            .map(|dtype| dtype as u32);
     let weights = split && raw.param_dtype == bf16;
     if raw.param_dtype != f32 && !weights {
         return Err(Error::invalid("param_dtype", "must be SPW_DTYPE_F32"));
@@ -243,6 +245,7 @@ fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
     let (moments, name) = match usual.moments {
         Moments::F32 => (f32, "SPW_DTYPE_F32"),
         Moments::Bf16 => (bf16, "SPW_DTYPE_BF16"),
+        Moments::Codes => (codes, "SPW_DTYPE_CODES"),
     };
     if raw.state_dtype != moments {
         return Err(Error::invalid("state_dtype", format!("must be {name}, as the update was opened")));
@@ -251,8 +254,13 @@ fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
         let reason = "must not be NULL, and copy_dtype must be SPW_DTYPE_BF16: the master weights are split";
         return Err(Error::invalid("param_copy", reason));
     }
-    if !raw.param.is_null() && !weights || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
-        let reason = "must be NULL, exp_avg and exp_avg_sq too: the tier stores them";
+    let scales = [raw.exp_avg_scale, raw.exp_avg_sq_scale];
+    if !raw.param.is_null() && !weights
+        || !raw.exp_avg.is_null()
+        || !raw.exp_avg_sq.is_null()
+        || scales.iter().any(|scale| !scale.is_null())
+    {
+        let reason = "must be NULL, exp_avg, exp_avg_sq and their scales too: the tier stores them";
         return Err(Error::invalid("param", reason));
     }
     tensor::check_copy(raw)

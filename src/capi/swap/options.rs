@@ -25,6 +25,11 @@ pub enum spw_swap_flag {
     /// `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     /// SPW_ERR_INVALID_ARGUMENT.
     SPW_SWAP_FLAG_BF16_MOMENTS = 8,
+    /// Store exp_avg and exp_avg_sq as codes of 8 bits with a scale for 32 elements (see `spw_tensor`): 5.87 bytes fewer
+    /// per parameter. Blocks count from the subgroup's first element. Each part begins with a block, and its last block is
+    /// its own: moments of elements behind the part, up to the end of the block, may change. As
+    /// SPW_SWAP_FLAG_BF16_MOMENTS otherwise, which may not be set too.
+    SPW_SWAP_FLAG_CODED_MOMENTS = 32,
     /// Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     /// gets a warning and the memory may come from any node.
     SPW_SWAP_FLAG_BIND_NODE = 16,
@@ -108,7 +113,7 @@ const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
     let raw = options.read("options")?;
-    abi_struct::flags("options.flags", raw.flags, 31)?;
+    abi_struct::flags("options.flags", raw.flags, 63)?;
     abi_struct::zero("options.reserved", raw.reserved)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
@@ -122,7 +127,7 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
         subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
         usual: Encoding {
             master: if raw.flags & 4 == 0 { Master::Full } else { Master::Split },
-            moments: if raw.flags & 8 == 0 { Moments::F32 } else { Moments::Bf16 },
+            moments: moments_of(raw.flags)?,
         },
         memory_budget: raw.memory_budget,
         backing: Backing {
@@ -133,6 +138,18 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
         ratio: of_paths(raw.ratio, "options.ratio")?,
         speeds: of_paths(raw.speeds, "options.speeds")?.unwrap_or_default(),
     })
+}
+
+fn moments_of(flags: u32) -> Result<Moments> {
+    match (flags & 8 != 0, flags & 32 != 0) {
+        (false, false) => Ok(Moments::F32),
+        (true, false) => Ok(Moments::Bf16),
+        (false, true) => Ok(Moments::Codes),
+        (true, true) => {
+            let reason = "has SPW_SWAP_FLAG_BF16_MOMENTS and SPW_SWAP_FLAG_CODED_MOMENTS; set one of them";
+            Err(Error::invalid("options.flags", reason))
+        }
+    }
 }
 
 pub(in crate::capi) fn write_budget(plan: budget::Budget, budget_out: Out<spw_swap_budget>) -> Result<()> {

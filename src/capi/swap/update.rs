@@ -13,8 +13,8 @@ use crate::capi::tier::{spw_tier, spw_tier_task};
 use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
-use crate::offload::swap::encoding::{self, STREAMS};
-use crate::offload::swap::{Layout, SubgroupState, Swap};
+use crate::offload::swap::encoding::STREAMS;
+use crate::offload::swap::{Layout, MomentMut, SubgroupState, Swap};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
@@ -86,14 +86,16 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         }
         let fill = |subgroup: usize, state: SubgroupState<'_>| {
             let SubgroupState { param, exp_avg, exp_avg_sq } = state;
-            for (stream, mut to) in [FloatsMut::F32(param), exp_avg, exp_avg_sq].into_iter().enumerate() {
-                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats. `to` has `to.len()`
-                // numbers of its dtype, and zero bytes are a number of each dtype.
-                unsafe {
-                    let from = states.add(STREAMS * subgroup + stream).read();
-                    match from.is_null() {
-                        true => to.address().write_bytes(0, to.len() * to.dtype().size()),
-                        false => encoding::store(slice::from_raw_parts(from.cast(), 4 * to.len()), to),
+            let param = MomentMut::Floats(FloatsMut::F32(param));
+            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
+                let from = unsafe { states.add(STREAMS * subgroup + stream).read() };
+                match from.is_null() {
+                    true => to.clear(),
+                    false => {
+                        // SAFETY: as above.
+                        let from = unsafe { slice::from_raw_parts(from.cast(), 4 * to.len()) };
+                        to.store(from)?;
                     }
                 }
             }
@@ -109,8 +111,9 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// gradients are f32 or bf16, and `param_copy` is bf16.
 ///
 /// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
-/// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,
-/// exp_avg, exp_avg_sq and the shadow spans are NULL. Stochastic rounding needs SPW_SWAP_FLAG_BF16_MOMENTS.
+/// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS, or
+/// SPW_DTYPE_CODES with SPW_SWAP_FLAG_CODED_MOMENTS. param, exp_avg, exp_avg_sq, their scales and the shadow spans are
+/// NULL. Stochastic rounding needs narrow moments.
 ///
 /// With SPW_SWAP_FLAG_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before
 /// (at first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with

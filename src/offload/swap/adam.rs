@@ -8,10 +8,11 @@
 use std::ops::Range;
 
 use super::encoding::Moments;
+use super::moment::{MomentMut, Rest};
 use super::{SubgroupState, Swap, Update};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
-use crate::error::Result;
-use crate::kernel::{AdamRule, Arithmetic, CHUNK, Dtypes, States, Tensor};
+use crate::error::{Error, Result};
+use crate::kernel::{AdamRule, Arithmetic, BLOCK, CHUNK, Dtypes, States, Tensor};
 use crate::optim::parallel::{self, Job};
 use crate::optim::{self, StepStats};
 use crate::sys::try_vec;
@@ -34,12 +35,26 @@ pub struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Errors: no kernel exists for the types, with these moments.
+    /// Errors: no kernel exists for the types, with these moments; 8-bit moments of the part begin within a block.
     pub fn check(&self, moments: Moments) -> Result<()> {
         let copy = self.copy.as_ref().map(FloatsMut::dtype).filter(|dtype| *dtype != Dtype::F32);
-        let dtypes = Dtypes { param: Dtype::F32, state: moments.dtype(), grad: self.grad.dtype(), copy };
+        let dtypes = Dtypes { param: Dtype::F32, state: moments.stepped_as(), grad: self.grad.dtype(), copy };
         dtypes.check()?;
-        Ok(self.rule.check_rounding(dtypes)?)
+        if moments != Moments::Codes {
+            return Ok(self.rule.check_rounding(dtypes)?);
+        }
+        if !self.first.is_multiple_of(BLOCK) {
+            let reason = format!(
+                "is {}, but 8-bit moments have one scale for {BLOCK} elements; begin each part at a multiple of {BLOCK}",
+                self.first
+            );
+            return Err(Error::invalid("first", reason));
+        }
+        if self.rule.stochastic.is_some() && !self.number.is_multiple_of(BLOCK as u64) {
+            let reason = format!("is {}, but must be a multiple of {BLOCK} with 8-bit moments", self.number);
+            return Err(Error::invalid("options.rounding_first", reason));
+        }
+        Ok(())
     }
 
     fn range(&self) -> Range<usize> {
@@ -174,7 +189,8 @@ fn jobs_of<'j>(
     state: &'j mut SubgroupState<'_>,
 ) -> Result<Vec<Job<'j, AdamRule>>> {
     let mut jobs = try_vec::with_capacity("listing the parts of a subgroup", 2 * parts.len())?;
-    let mut rest = [FloatsMut::F32(state.param), state.exp_avg.reborrow(), state.exp_avg_sq.reborrow()];
+    let mut rest_param = &mut *state.param;
+    let mut rest = [Rest::of(state.exp_avg.reborrow()), Rest::of(state.exp_avg_sq.reborrow())];
     let mut at = 0;
     for part in parts {
         let (range, cut, mut grad) = (part.range(), part.cut(), part.grad);
@@ -182,18 +198,39 @@ fn jobs_of<'j>(
         let mut number = part.number;
         for elements in [cut, range.len() - cut].into_iter().filter(|elements| *elements > 0) {
             let skipped = range.start.saturating_sub(at);
-            let [param, exp_avg, exp_avg_sq] =
-                rest.map(|rest| rest.split_at_mut(skipped).1.split_at_mut(elements));
-            rest = [param.1, exp_avg.1, exp_avg_sq.1];
+            let param;
+            (param, rest_param) = rest_param.split_at_mut(skipped).1.split_at_mut(elements);
+            let [exp_avg, exp_avg_sq] = rest.map(|rest| rest.part(skipped, elements));
+            rest = [exp_avg.1, exp_avg_sq.1];
             let (its_grad, its_copy);
             (its_grad, grad) = grad.split_at(elements);
             (its_copy, copy) = copy.map(|copy| copy.split_at_mut(elements)).unzip();
-            let states = States { param: param.0, exp_avg: Some(exp_avg.0), exp_avg_sq: Some(exp_avg_sq.0) };
-            let tensor = Tensor::new(states, its_grad, its_copy)?.numbered(number);
+            let tensor = tensor_of(FloatsMut::F32(param), [exp_avg.0, exp_avg_sq.0], its_grad, its_copy)?;
+            let tensor = tensor.numbered(number);
             jobs.push(Job { optimizer: part.rule, tensor });
             number += elements as u64;
             at += skipped + elements;
         }
     }
     Ok(jobs)
+}
+
+/// A tensor with these moments.
+pub(super) fn tensor_of<'a>(
+    param: FloatsMut<'a>,
+    moments: [MomentMut<'a>; 2],
+    grad: Floats<'a>,
+    copy: Option<FloatsMut<'a>>,
+) -> Result<Tensor<'a>> {
+    let (mut floats, mut codes) = ([None, None], [None, None]);
+    for (place, moment) in moments.into_iter().enumerate() {
+        match moment {
+            MomentMut::Floats(moment) => floats[place] = Some(moment),
+            MomentMut::Codes(_, moment) => codes[place] = Some(moment),
+        }
+    }
+    let has_codes = codes.iter().any(Option::is_some);
+    let [exp_avg, exp_avg_sq] = floats;
+    let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, copy)?;
+    Ok(if has_codes { tensor.with_codes(codes)? } else { tensor })
 }

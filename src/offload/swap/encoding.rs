@@ -1,12 +1,13 @@
 //! The encodings of a subgroup's stored state, on the tier and in memory.
 //!
-//! | master | streams | bytes per parameter, with f32 moments | with bf16 moments |
-//! |---|---|---|---|
-//! | full | param, exp_avg, exp_avg_sq | 12 | 8 |
-//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table | 6, plus as much |
+//! | master | streams | bytes per parameter, with f32 moments | with bf16 moments | with 8-bit moments |
+//! |---|---|---|---|---|
+//! | full | param, exp_avg, exp_avg_sq | 12 | 8 | 6.13 |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table | 6, plus as much | 4.13, plus as much |
 //!
-//! The table holds a checksum of param, a count, and the [`Exception`]s. Callers read and write states as f32: bf16 moments
-//! are exact in f32, and are rounded to nearest even when they are written.
+//! The table holds a checksum of param, a count, and the [`Exception`]s. The stream of an 8-bit moment has the codes, and
+//! from the next even byte on the bf16 scale of each block. Callers read and write states as f32: narrow moments are exact
+//! in f32, and are rounded to nearest when they are written.
 //!
 //! Invariants:
 //! - The moments of a tier have one encoding. Masters that cannot be split are full beside split ones.
@@ -17,8 +18,10 @@
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 
 use super::master::{self, Exception};
+use super::moment::MomentMut;
 use crate::checksum;
 use crate::error::{Error, Result};
+use crate::kernel::bytes_together;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::{self, Span};
 
@@ -41,22 +44,46 @@ pub enum Moments {
     F32,
     /// As bf16.
     Bf16,
+    /// As codes of 8 bits.
+    Codes,
 }
 
 impl Moments {
-    /// Their element type.
-    pub fn dtype(self) -> Dtype {
+    /// All encodings.
+    pub const ALL: [Moments; 3] = [Moments::F32, Moments::Bf16, Moments::Codes];
+
+    /// Their name in messages.
+    pub fn name(self) -> &'static str {
         match self {
-            Moments::F32 => Dtype::F32,
+            Moments::F32 => "f32",
+            Moments::Bf16 => "bf16",
+            Moments::Codes => "8-bit",
+        }
+    }
+
+    /// What the name of an extent has behind the subgroup's number.
+    fn suffix(self) -> &'static str {
+        match self {
+            Moments::F32 => "",
+            Moments::Bf16 => "-bf16",
+            Moments::Codes => "-codes",
+        }
+    }
+
+    /// The type in which a step has them.
+    pub fn stepped_as(self) -> Dtype {
+        match self {
+            Moments::F32 | Moments::Codes => Dtype::F32,
             Moments::Bf16 => Dtype::Bf16,
         }
     }
 
-    /// The other encoding.
-    pub fn other(self) -> Moments {
+    /// Bytes of one of them; `None` past 2^64.
+    pub fn bytes(self, elements: u64) -> Option<u64> {
         match self {
-            Moments::F32 => Moments::Bf16,
-            Moments::Bf16 => Moments::F32,
+            Moments::F32 => elements.checked_mul(4),
+            Moments::Bf16 => elements.checked_mul(2),
+            Moments::Codes => bytes_together(elements),
         }
     }
 }
@@ -83,16 +110,15 @@ impl Encoding {
 
     /// Name of the extent of a subgroup in this encoding.
     pub fn extent(self, subgroup: usize) -> String {
-        let moments = if self.moments == Moments::Bf16 { "-bf16" } else { "" };
         let master = if self.master == Master::Split { "-split" } else { "" };
-        format!("subgroup-{subgroup:06}{moments}{master}")
+        format!("subgroup-{subgroup:06}{}{master}", self.moments.suffix())
     }
 }
 
 /// Name and dtype of each stream of an extent with this name and number of streams; `None` if it is no subgroup's.
 pub fn tensors_of(extent: &str, streams: usize) -> Option<&'static [(&'static str, &'static str)]> {
     let number = extent.strip_prefix("subgroup-")?.split('-').next()?.parse().ok()?;
-    let mut all = [Moments::F32, Moments::Bf16].into_iter().flat_map(Encoding::with);
+    let mut all = Moments::ALL.into_iter().flat_map(Encoding::with);
     all.find(|one| one.extent(number) == extent).map(tensors).filter(|tensors| tensors.len() == streams)
 }
 
@@ -114,9 +140,9 @@ pub struct SubgroupState<'a> {
     /// Master weights.
     pub param: &'a mut [f32],
     /// First moment.
-    pub exp_avg: FloatsMut<'a>,
+    pub exp_avg: MomentMut<'a>,
     /// Second moment.
-    pub exp_avg_sq: FloatsMut<'a>,
+    pub exp_avg_sq: MomentMut<'a>,
 }
 
 /// Number of 16-bit words before the exceptions, and in each exception.
@@ -145,12 +171,14 @@ pub fn master_bytes(elements: u64) -> Option<u64> {
 /// Bytes that an encoding takes, each stream in whole pages; `None` past 2^64.
 pub fn stored_bytes(encoding: Encoding, elements: u64) -> Option<u64> {
     elements.checked_mul(4)?;
+    encoding.moments.bytes(elements)?;
     streams(encoding, elements).into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(pages(bytes)?))
 }
 
 /// Bytes of each stream of an encoding, in their order.
 pub fn streams(encoding: Encoding, elements: u64) -> Vec<u64> {
-    let moment = encoding.moments.dtype().size() as u64 * elements;
+    // A caller with more elements than that is refused by `stored_bytes`.
+    let moment = encoding.moments.bytes(elements).unwrap_or(u64::MAX);
     match encoding.master {
         Master::Full => vec![4 * elements, moment, moment],
         Master::Split => vec![moment, moment, 2 * elements, table_bytes(elements)],
@@ -168,6 +196,15 @@ pub fn tensors(encoding: Encoding) -> &'static [(&'static str, &'static str)] {
         (Master::Split, Moments::Bf16) => {
             &[("exp_avg", "BF16"), ("exp_avg_sq", "BF16"), ("param_low", "U16"), ("param_table", "U16")]
         }
+        (Master::Full, Moments::Codes) => {
+            &[("param", "F32"), ("exp_avg_codes", "U8"), ("exp_avg_sq_codes", "U8")]
+        }
+        (Master::Split, Moments::Codes) => &[
+            ("exp_avg_codes", "U8"),
+            ("exp_avg_sq_codes", "U8"),
+            ("param_low", "U16"),
+            ("param_table", "U16"),
+        ],
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Extents {
 
 /// Numbers of all extents with states of this number of subgroups, of any encoding.
 pub(super) fn all(tier: &Tier, subgroups: usize) -> Vec<u32> {
-    let encodings = [Moments::F32, Moments::Bf16].map(Encoding::with).concat();
+    let encodings = Moments::ALL.map(Encoding::with).concat();
     let names: Vec<String> =
         (0..subgroups).flat_map(|number| encodings.iter().map(move |one| one.extent(number))).collect();
     tier.numbers(names.iter().map(String::as_str)).into_iter().flatten().collect()
@@ -70,24 +70,33 @@ impl Extents {
 
     /// Fails if the newest state of a subgroup, as an import may have made it, has moments of another encoding.
     pub(super) fn check_moments(&self, tier: &Tier) -> Result<()> {
-        let (own, other) = (self.usual.moments, self.usual.moments.other());
+        let own = self.usual.moments;
         let newest = |extents: &[Option<u32>]| {
             extents.iter().flatten().try_fold(0, |newest, extent| {
                 tier.extent(*extent).map(|extent| extent.generation.max(newest))
             })
         };
-        let (ours, theirs) = (self.numbers(tier, own), self.numbers(tier, other));
-        for (subgroup, (ours, theirs)) in ours.chunks(2).zip(theirs.chunks(2)).enumerate() {
-            if newest(theirs)? > newest(ours)? {
-                let [own, other] = [own, other].map(|moments| moments.dtype().name());
-                let reason = format!(
-                    "ask for {own} moments, but subgroup {subgroup} is stored with {other} moments; open it with {other} \
-                     moments, or store new states in another job"
-                );
-                return Err(Error::invalid("options", reason));
+        let ours = self.numbers(tier, own);
+        for other in self.other_moments() {
+            let theirs = self.numbers(tier, other);
+            for (subgroup, (ours, theirs)) in ours.chunks(2).zip(theirs.chunks(2)).enumerate() {
+                if newest(theirs)? > newest(ours)? {
+                    let [own, other] = [own, other].map(Moments::name);
+                    let reason = format!(
+                        "ask for {own} moments, but subgroup {subgroup} is stored with {other} moments; open it with \
+                         {other} moments, or store new states in another job"
+                    );
+                    return Err(Error::invalid("options", reason));
+                }
             }
         }
         Ok(())
+    }
+
+    /// The encodings of moments that this update does not have.
+    fn other_moments(&self) -> impl Iterator<Item = Moments> {
+        let own = self.usual.moments;
+        Moments::ALL.into_iter().filter(move |moments| *moments != own)
     }
 
     /// The extents with these moments: for each subgroup that of a full master and that of a split one.
@@ -146,11 +155,12 @@ impl Extents {
 
     /// Marks extents that are older than the current state for removal by the next commit.
     pub(super) fn remove_older(&mut self, tier: &Tier) -> Result<()> {
-        let others = self.numbers(tier, self.usual.moments.other());
-        for (number, others) in others.chunks(2).enumerate() {
+        let others: Vec<_> = self.other_moments().map(|other| self.numbers(tier, other)).collect();
+        for number in 0..self.len() {
             let newest = self.newest(tier, number)?.0;
+            let mut others: Vec<_> = others.iter().flat_map(|all| all[2 * number..][..2].to_vec()).collect();
             let Subgroup { whole, split, .. } = &mut self.subgroups[number];
-            for older in [whole, split].into_iter().chain(&mut others.to_vec()) {
+            for older in [whole, split].into_iter().chain(&mut others) {
                 // Its number is another extent's once it is removed.
                 if let Some(extent) = older.take_if(|older| *older != newest)
                     && tier.extent(extent)?.generation > 0

@@ -3,8 +3,8 @@
 //!
 //! | usual master | arrays in a slot, each page-aligned | bytes per parameter |
 //! |---|---|---|
-//! | full | exp_avg, exp_avg_sq, param | 12, or 8 with bf16 moments |
-//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, or 6 with bf16 moments |
+//! | full | exp_avg, exp_avg_sq, param | 12, 8 with bf16 moments, or 6.13 with 8-bit ones |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, 6 with bf16 moments, or 4.13 with 8-bit ones |
 //!
 //! Invariants, for the split master:
 //! - In a slot with a master, param is in the master, which is then newer than low halves and table.
@@ -14,12 +14,14 @@
 //! - With fewer masters than slots, cached subgroups leave enough masters for the subgroups in motion.
 #![forbid(unsafe_code)]
 
-use crate::dtype::{FloatsMut, as_bf16, bf16};
+use crate::dtype::{FloatsMut, bf16};
 
 use super::budget::{Budget, MASTERS_IN_MOTION};
 use super::encoding::{self, Encoding, Master, Moments, STREAMS, SubgroupState};
 use super::master;
+use super::moment::MomentMut;
 use crate::error::{Error, Result};
+use crate::kernel::Moment;
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -101,7 +103,7 @@ impl Slots {
         let MemorySlot { memory, master, .. } = &self.slots[slot];
         let stride = self.stride(elements);
         let part = |stream: usize, bytes: usize| memory.transfer(stream * stride, bytes);
-        let moment = self.usual.moments.dtype().size() * elements;
+        let moment = self.moment_bytes(elements);
         let (exp_avg, exp_avg_sq) = (part(0, moment), part(1, moment));
         match (as_stored, self.usual.master, master) {
             (Master::Split, ..) => {
@@ -132,12 +134,12 @@ impl Slots {
     /// Copies param and moments to the caller's f32 arrays; an empty span skips its array. The slot has the full param if
     /// its span is not empty.
     pub(super) fn load(&mut self, slot: usize, elements: usize, to: &[Span; STREAMS]) -> Result<()> {
-        self.each(slot, elements, to, |held, to| encoding::load(held.shared(), to))
+        self.each(slot, elements, to, |held, to| held.load(to))
     }
 
     /// Copies the caller's f32 arrays to param and moments, see [`Slots::load`].
     pub(super) fn store(&mut self, slot: usize, elements: usize, from: &[Span; STREAMS]) -> Result<()> {
-        self.each(slot, elements, from, |held, from| from.with_bytes(|from| encoding::store(from, held)))
+        self.each(slot, elements, from, |held, from| from.with_bytes(|from| held.store(from)))
     }
 
     /// Calls `work` with each array of the state and the caller's, unless that is empty.
@@ -146,18 +148,17 @@ impl Slots {
         slot: usize,
         elements: usize,
         theirs: &[Span; STREAMS],
-        work: impl Fn(FloatsMut<'_>, Span),
+        work: impl Fn(MomentMut<'_>, Span) -> Result<()>,
     ) -> Result<()> {
         if !theirs[0].is_empty() {
-            work(FloatsMut::F32(self.state(slot, elements)?.param), theirs[0]);
+            work(MomentMut::Floats(FloatsMut::F32(self.state(slot, elements)?.param)), theirs[0])?;
         }
         let (moments, stride) = (self.usual.moments, self.stride(elements));
         let (held, _) = arrays(&mut self.slots[slot].memory, moments, stride, elements)?;
         held.into_iter()
             .zip(&theirs[1..])
             .filter(|pair| !pair.1.is_empty())
-            .for_each(|(held, to)| work(held, *to));
-        Ok(())
+            .try_for_each(|(held, to)| work(held, *to))
     }
 
     /// Rebuilds param in a slot's master from low halves, table and `copy`. Errors: `copy` belongs to another state.
@@ -227,9 +228,14 @@ impl Slots {
         Ok((low, table, &mut self.masters[master].floats()?[..elements]))
     }
 
+    /// Bytes of one moment. The budget's plan found that they fit.
+    fn moment_bytes(&self, elements: usize) -> usize {
+        self.usual.moments.bytes(elements as u64).unwrap_or(u64::MAX) as usize
+    }
+
     /// Bytes from the start of a slot's first moment to that of its second, and from there to what follows.
     fn stride(&self, elements: usize) -> usize {
-        (self.usual.moments.dtype().size() * elements).next_multiple_of(BASE_PAGE)
+        self.moment_bytes(elements).next_multiple_of(BASE_PAGE)
     }
 
     /// Byte offset of the table in a slot.
@@ -244,14 +250,12 @@ fn arrays(
     moments: Moments,
     stride: usize,
     elements: usize,
-) -> Result<([FloatsMut<'_>; 2], &mut [f32])> {
+) -> Result<([MomentMut<'_>; 2], &mut [f32])> {
     let (exp_avg, rest) = memory.floats()?.split_at_mut(stride / 4);
     let (exp_avg_sq, rest) = rest.split_at_mut(stride / 4);
-    let array = |memory| match moments {
-        Moments::F32 => FloatsMut::F32(memory).split_at_mut(elements).0,
-        Moments::Bf16 => FloatsMut::Bf16(as_bf16(memory)).split_at_mut(elements).0,
-    };
-    Ok(([array(exp_avg), array(exp_avg_sq)], rest))
+    let exp_avg = MomentMut::within(exp_avg, Moment::First, moments, elements);
+    let exp_avg_sq = MomentMut::within(exp_avg_sq, Moment::Second, moments, elements);
+    Ok(([exp_avg, exp_avg_sq], rest))
 }
 
 fn table_len(elements: usize) -> usize {

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use super::encoding::{Moments, STREAMS};
 use super::*;
-use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::error::IoKind;
 use crate::io::options::TurnOptions;
 use crate::io::sim::{Disk, Faults, short_io_timeout};
-use crate::kernel::{States, Tensor};
+use crate::kernel::{BLOCK, Codes, Moment};
 use crate::optim;
 use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
@@ -48,6 +48,8 @@ fn options_of(usual: Encoding, buffers: u64) -> SwapOptions {
 
 const BF16: Encoding = Encoding { master: Master::Full, moments: Moments::Bf16 };
 const BF16_SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::Bf16 };
+const CODES: Encoding = Encoding { master: Master::Full, moments: Moments::Codes };
+const CODES_SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::Codes };
 
 fn owner() -> Owner {
     Owner { job: "test".to_string(), host: "here".to_string(), rank: 0 }
@@ -144,8 +146,9 @@ fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
     (0..elements).map(|i| bf16::from_f32(value(i))).collect()
 }
 
-fn fill(to: FloatsMut<'_>, value: f32) {
-    encoding::store(crate::sys::span::bytes_of(&vec![value; to.len()]), to);
+fn fill(to: MomentMut<'_>, value: f32) {
+    let values = vec![value; to.len()];
+    to.store(crate::sys::span::bytes_of(&values)).unwrap();
 }
 
 /// Calls `work` with a state in f32, as it is with these moments.
@@ -154,13 +157,29 @@ fn with<R>(
     [param, exp_avg, exp_avg_sq]: &mut [Vec<f32>; STREAMS],
     work: impl FnOnce(SubgroupState<'_>) -> R,
 ) -> R {
+    let floats = |moment| MomentMut::Floats(moment);
     if moments == Moments::F32 {
-        let (exp_avg, exp_avg_sq) = (FloatsMut::F32(exp_avg), FloatsMut::F32(exp_avg_sq));
+        let [exp_avg, exp_avg_sq] = [exp_avg, exp_avg_sq].map(|moment| floats(FloatsMut::F32(moment)));
         return work(SubgroupState { param, exp_avg, exp_avg_sq });
     }
     let mut both = [exp_avg, exp_avg_sq];
+    if moments == Moments::Codes {
+        let kinds = [Moment::First, Moment::Second];
+        let (blocks, kernel) = (param.len().div_ceil(BLOCK), optim::kernel().unwrap());
+        let mut codes = both.each_ref().map(|wide| (vec![0; wide.len()], vec![bf16::ZERO; blocks]));
+        let mut lent = codes.each_mut().map(|(codes, scales)| Codes { codes, scales });
+        (0..2).for_each(|i| lent[i].encode(kernel, kinds[i], both[i], None));
+        let [exp_avg, exp_avg_sq] = lent;
+        let (exp_avg, exp_avg_sq) =
+            (MomentMut::Codes(kinds[0], exp_avg), MomentMut::Codes(kinds[1], exp_avg_sq));
+        let result = work(SubgroupState { param, exp_avg, exp_avg_sq });
+        for ((wide, kind), (codes, scales)) in both.iter_mut().zip(kinds).zip(&mut codes) {
+            Codes { codes, scales }.decode(kernel, kind, wide);
+        }
+        return result;
+    }
     let mut stored = both.each_ref().map(|wide| wide.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>());
-    let [exp_avg, exp_avg_sq] = stored.each_mut().map(|stored| FloatsMut::Bf16(stored));
+    let [exp_avg, exp_avg_sq] = stored.each_mut().map(|stored| floats(FloatsMut::Bf16(stored)));
     let result = work(SubgroupState { param, exp_avg, exp_avg_sq });
     for (wide, stored) in both.iter_mut().zip(&stored) {
         wide.iter_mut().zip(stored).for_each(|(wide, stored)| *wide = stored.to_f32());
@@ -181,13 +200,11 @@ fn first_state(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
 fn adam_step(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<Vec<bf16>> {
     let grad = grads(subgroup, step, state.param.len());
     let mut copy = vec![bf16::ZERO; grad.len()];
-    let stochastic_seed = (state.exp_avg.dtype() == Dtype::Bf16).then_some(subgroup as u64);
-    let states = States {
-        param: FloatsMut::F32(state.param),
-        exp_avg: Some(state.exp_avg),
-        exp_avg_sq: Some(state.exp_avg_sq),
-    };
-    let tensor = Tensor::new(states, Floats::Bf16(&grad), Some(FloatsMut::Bf16(&mut copy)))?;
+    let random = matches!(state.exp_avg, MomentMut::Floats(FloatsMut::Bf16(_)));
+    let stochastic_seed = random.then_some(subgroup as u64);
+    let moments = [state.exp_avg, state.exp_avg_sq];
+    let copy_to = Some(FloatsMut::Bf16(&mut copy));
+    let tensor = adam::tensor_of(FloatsMut::F32(state.param), moments, Floats::Bf16(&grad), copy_to)?;
     let optimizer = AdamOptions { step, weight_decay: 0.01, stochastic_seed, ..Default::default() }.rule()?;
     optim::step(&mut [Job { optimizer, tensor }], false)?;
     Ok(copy)

@@ -43,7 +43,7 @@ def holding(facts):
     for number, (shape, start, count, index, at) in enumerate(facts["held"]):
         pieces = parts.pieces(index, at, count) if count else []
         held[number] = Held(f"parameter number {number}", f"of shape {tuple(shape)}", _one(start, count), pieces, facts["steps"][index])
-    return Holding(parts.sizes, "bfloat16" if facts["bf16_moments"] else "float32", held)
+    return Holding(parts.sizes, facts["moment_dtype"], held)
 
 
 def _one(start, count):

@@ -189,7 +189,7 @@ class Block(_Strict):
         2 << 20,
         f"an integer from 1 to {_MOST}",
         "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
-        "2 fewer with split_master and 4 fewer with bf16_moments. Several parts are in flight.",
+        "less with split_master and with moment_dtype. Several parts are in flight.",
         ge=1,
         le=_MOST,
     )
@@ -218,11 +218,12 @@ class Block(_Strict):
         "imply: 2 bytes per parameter fewer. A change of those weights between steps, other than by DeepSpeed, ends the "
         'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.',
     )
-    bf16_moments: bool = _setting(
-        False,
-        _BOOLEAN,
-        "Store both moments as bfloat16: 4 bytes per parameter fewer. A step computes in float32 and rounds to nearest, so the bits "
-        "are not those of float32 moments. The model's weights are bfloat16 or float32.",
+    moment_dtype: Literal["f32", "bf16", "int8"] = _setting(
+        "f32",
+        _one_of(("f32", "bf16", "int8")),
+        'How both moments are stored. "bf16": 4 bytes per parameter fewer than "f32", for weights of bfloat16 or float32. "int8": 8 bits '
+        "with a scale for 32 elements, 5.87 bytes fewer. A step computes in float32 and rounds to nearest, so the bits are not those of "
+        "float32 moments.",
     )
     overlap: bool = _setting(
         False,

@@ -50,8 +50,9 @@ def _setting_up(stage3):
         reason = _untiered(self)
         if settings.enabled and block is not None and reason:
             raise InvalidArgumentError(f'spillway: {reason}; set "enabled": false to leave the states to DeepSpeed\'s own swapper')
-        for name, lacks in (("split_master", _unsplit), ("bf16_moments", _unrounded)):
-            if settings.enabled and getattr(settings, name) and not reason and (lacking := lacks(self)):
+        narrow = settings.moment_dtype == "bf16"
+        for name, asked, lacks in (("split_master", settings.split_master, _unsplit), ("moment_dtype", narrow, _unrounded)):
+            if settings.enabled and asked and not reason and (lacking := lacks(self)):
                 raise InvalidArgumentError(f"spillway: {name}: {lacking}")
         if reason or not settings.enabled:
             return own_configure(self, offload_optimizer_config, aio_config)

@@ -510,8 +510,8 @@ def load(tier, payload):
 def _opened(settings, elements, sizes, rank, world):
     """Opens the tier and the update of sub-groups with these numbers of elements, in parts of these sizes. Returns also the commit of
     another run with which a new tier begins, or None."""
-    encoding = {"split_master": settings.split_master, "bf16_moments": settings.bf16_moments}
-    state = state_bytes(**encoding) * sum(elements)
+    encoding = {"split_master": settings.split_master, "moment_dtype": settings.moment_dtype}
+    state = int(state_bytes(**encoding) * sum(elements))
 
     def update(tier, committed):
         if committed is not None:
@@ -542,7 +542,7 @@ def _opened(settings, elements, sizes, rank, world):
 
     foreign = f'the tier of the job "{settings.job}" was committed by another program; set another "job" in the spillway block'
     place = _scratch.place_of(
-        settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements * state_bytes(**encoding))
+        settings, settings.job, rank, world, block_bytes=_block_bytes(int(settings.part_elements * state_bytes(**encoding)))
     )
     others: list[Commits] = []
 
@@ -569,7 +569,7 @@ def _check_elements(committed, elements):
 
 def _form(settings):
     """What the extents of a tier depend on, beside the sub-groups."""
-    return {name: getattr(settings, name) for name in ("part_elements", "split_master", "bf16_moments")}
+    return {name: getattr(settings, name) for name in ("part_elements", "split_master", "moment_dtype")}
 
 
 def _check_form(committed, elements, settings, what):

@@ -61,7 +61,7 @@ class OptimizerStateStore:
         memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
-        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `bf16_moments`. `split_master` is refused.
+        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` is refused.
         begin_from: A new store begins with the last commit of this other job, with any number of processes, and not with the masters. Pass
             the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All processes read the
             directories of all its ranks. Both jobs must have the same names of parameters, so the same tensor, pipeline and expert
@@ -104,15 +104,16 @@ class OptimizerStateStore:
             raise InvalidArgumentError("OptimizerStateStore: swap_options has split_master; leave it out, the store keeps whole masters")
         self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
         self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes))
-        if further.get("bf16_moments"):
+        self._moments = further.get("moment_dtype", "f32")
+        if self._moments == "bf16":
             self._place.together(lambda: _check_rounded(self._buckets))
         self._digest = digest_of(self._buckets)
         #: Calls, in all processes, a function that writes the weights of the process's shards; then the model has all weights.
         self._gathering: Callable[[Callable[[], object]], None] = self._place.together
-        self._moments = "bfloat16" if further.get("bf16_moments") else "float32"
         others: list[Commits] = []
         mode = "decoupled" if decoupled else "l2"
-        self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
+        rounding = "stochastic" if self._moments == "int8" else "nearest"
+        self._adams = [Adam(weight_decay_mode=mode, rounding=rounding, rounding_seed=number) for number in range(len(self._buckets))]
 
         def update(tier: Tier, committed: Record | None) -> Swap:
             if committed is not None:

@@ -33,15 +33,19 @@ class Layout:
 
     Args:
         counts: Number of elements of each parameter; 0 for one without states.
-        most: Number of elements of a subgroup, except the last."""
+        most: Number of elements of a subgroup, except the last.
+        alignment: Each piece begins at a multiple of this many elements of its subgroup and of its parameter. Elements between two
+            pieces belong to no parameter."""
 
-    def __init__(self, counts: list[int], most: int):
-        total = sum(counts)
+    def __init__(self, counts: list[int], most: int, alignment: int = 1):
         self.most = most
+        most = _aligned(most, alignment)
+        begins = [*accumulate((_aligned(count, alignment) for count in counts), initial=0)]
+        total = begins.pop()
         self.elements = [min(most, total - at) for at in range(0, total, most)] or [0]
         self.of_parameter: list[list[Piece]] = [[] for _ in counts]
         self.of_subgroup: list[list[Piece]] = [[] for _ in self.elements]
-        for number, (begin, count) in enumerate(zip(accumulate(counts, initial=0), counts)):
+        for number, (begin, count) in enumerate(zip(begins, counts)):
             at = begin
             while at < begin + count:
                 subgroup, first = divmod(at, most)
@@ -50,6 +54,15 @@ class Layout:
                 self.of_parameter[number].append(piece)
                 self.of_subgroup[subgroup].append(piece)
                 at += length
+
+
+def _aligned(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
+
+
+def alignment_of(moments: str) -> int:
+    """The alignment of a layout whose moments are stored in this way: 8-bit moments have a scale for 32 elements."""
+    return 32 if moments == "int8" else 1
 
 
 def views(tensor: torch.Tensor, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -92,7 +105,8 @@ def box_of(param: torch.Tensor) -> list[Any]:
 def holding_of(facts: dict[str, Any], names: list[str]) -> Holding:
     """The elements that a process holds, from the facts of its commit. `names`: the names of the parameters, for messages."""
     boxes, stateless = facts["boxes"], set(facts["stateless"])
-    layout = Layout([0 if number in stateless else math.prod(sizes) for number, (_, _, _, sizes) in enumerate(boxes)], facts["most"])
+    counts = [0 if number in stateless else math.prod(sizes) for number, (_, _, _, sizes) in enumerate(boxes)]
+    layout = Layout(counts, facts["most"], alignment_of(facts["moments"]))
     held = {}
     for number, (dtype, shape, offsets, sizes) in enumerate(boxes):
         name = names[number] if number < len(names) else f"parameter number {number}"

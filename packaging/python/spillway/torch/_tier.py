@@ -338,7 +338,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, groups: list[dict[str, Any]]) -> None:
-    refused = {"undo": undo, 'master="split"': precision.master == "split", 'moment_dtype="int8"': precision.coded}
+    refused = {"undo": undo, 'master="split"': precision.master == "split"}
     for group in groups:
         refused.update({flag: True for flag in TORCHS if group.get(flag)})
     if rule.c_name != "adam":

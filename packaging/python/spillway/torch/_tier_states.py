@@ -22,11 +22,11 @@ from .. import _abi, _ranks
 from .._parts import Commits
 from .._written import changed, facts, is_dense, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ..swap import UNROUNDED, Swap, state_bytes
+from ..swap import UNROUNDED, MomentDtype, Swap, state_bytes
 from ..tier import Tier, TierPath
 from ..tiered import Place, Prepared, Record, Tiered
 from ._copies import Gradients, Weights
-from ._layout import Layout, Piece, box_of, described, holding_of, in_words, values_of, views
+from ._layout import Layout, Piece, alignment_of, box_of, described, holding_of, in_words, values_of, views
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, check_has_memory, holds_values, local, name_of
@@ -159,16 +159,18 @@ class TierStates:
         gradients, weights: Those of a step, in memory of the library's reach.
         tiered: The open tier.
         count: Number of steps.
-        precision, moment_dtype: The dtypes of the states, and that of the moments.
+        precision, moment_dtype: The dtypes of the states, and that of the moments in a state dict.
+        moments: How the tier stores the moments: "f32", "bf16" or "int8".
 
     Raises:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
     def __init__(self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, memory_budget: int | None):
-        self.precision, self.moment_dtype = precision, precision.moment_dtype or torch.float32
+        self.precision, self.moments = precision, _moments_of(precision)
+        self.moment_dtype = torch.bfloat16 if self.moments == "bf16" else torch.float32
         #: Bytes of a parameter's state: the master and the moments.
-        self._state_bytes = state_bytes(bf16_moments=self.moment_dtype is torch.bfloat16)
+        self._state_bytes = state_bytes(moment_dtype=self.moments)
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         #: The names that the program has given; None for a parameter without one.
@@ -251,7 +253,7 @@ class TierStates:
             self._check_served()
         counts = self._counts()
         most = _part_elements(options, memory_budget, sum(counts), self._state_bytes) if committed is None else committed.facts["most"]
-        self.layout = Layout(counts, most)
+        self.layout = Layout(counts, most, alignment_of(self.moments))
         return Swap(
             tier,
             self.layout.elements,
@@ -260,7 +262,7 @@ class TierStates:
             speeds=options.speeds,
             huge_pages=options.pin_memory,
             pin_memory=options.pin_memory,
-            bf16_moments=self.moment_dtype is torch.bfloat16,
+            moment_dtype=self.moments,
         )
 
     @property
@@ -290,7 +292,7 @@ class TierStates:
         for name, param, stated in zip(self.names, self.params, self.stated):
             if stated:
                 _check_served(name, param)
-                if self.moment_dtype is torch.bfloat16 and param.dtype is torch.float16:
+                if self.moments == "bf16" and param.dtype is torch.float16:
                     raise UnsupportedError(f"{name} is float16: {UNROUNDED}")
 
     def check(self, param: torch.Tensor, name: str) -> int:
@@ -317,11 +319,11 @@ class TierStates:
         """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
         check_parameters(record.facts, self.params, self.names)
         check_order(record.facts, self._given, self.names, "the snapshot")
-        stored, moments = record.facts["moments"], str(self.moment_dtype).removeprefix("torch.")
-        if stored != moments:
+        stored = record.facts["moments"]
+        if stored != self.moments:
             raise InvalidArgumentError(
-                f"the snapshot has moments of {stored}, and this optimizer has {moments}; construct it with moments of {stored}, on "
-                "another job"
+                f"the snapshot has moments of {stored}, and this optimizer has {self.moments}; construct it with "
+                f'moment_dtype="{stored}", on another job'
             )
         stateless = [number for number, stated in enumerate(self.stated) if not stated]
         most, without = record.facts["most"], record.facts["stateless"]
@@ -424,7 +426,7 @@ class TierStates:
     def _facts(self, steps: list[float]) -> dict[str, Any]:
         return {
             "most": self.layout.most,
-            "moments": str(self.moment_dtype).removeprefix("torch."),
+            "moments": self.moments,
             "parameters": [*map(described, self.params)],
             "names": self._given,
             "boxes": [*map(box_of, self.params)],
@@ -463,7 +465,7 @@ class TierStates:
 
     def values(self, subgroup: int) -> torch.Tensor:
         """The values of the parameters in a subgroup."""
-        values = torch.empty(self.layout.elements[subgroup], device="cpu")
+        values = torch.zeros(self.layout.elements[subgroup], device="cpu")
         for piece in self.layout.of_subgroup[subgroup]:
             values[piece.first : piece.first + piece.count] = self._values(piece)
         return values
@@ -518,10 +520,16 @@ def check_order(committed: dict[str, Any], given: list[str | None], names: list[
     )
 
 
-def _part_elements(options: TierOptions, memory_budget: int | None, total: int, state_bytes: int) -> int:
+def _moments_of(precision: Precision) -> MomentDtype:
+    if precision.coded:
+        return "int8"
+    return "bf16" if precision.moment_dtype is torch.bfloat16 else "f32"
+
+
+def _part_elements(options: TierOptions, memory_budget: int | None, total: int, state_bytes: float) -> int:
     if options.part_elements is not None:
         return options.part_elements
-    usual = _USUAL if memory_budget is None else min(_USUAL, memory_budget // (6 * state_bytes) // 1024 * 1024)
+    usual = _USUAL if memory_budget is None else min(_USUAL, int(memory_budget / (6 * state_bytes)) // 1024 * 1024)
     return max(_LEAST, min(usual, max(total, 1)))
 
 

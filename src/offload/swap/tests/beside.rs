@@ -45,12 +45,8 @@ impl Reference {
         for (subgroup, state) in self.states.iter_mut().enumerate() {
             with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq }| {
                 let grad = grads(subgroup, self.steps, param.len());
-                let states = States {
-                    param: FloatsMut::F32(param),
-                    exp_avg: Some(exp_avg),
-                    exp_avg_sq: Some(exp_avg_sq),
-                };
-                let tensor = Tensor::new(states, Floats::Bf16(&grad), None).unwrap();
+                let (param, grad) = (FloatsMut::F32(param), Floats::Bf16(&grad));
+                let tensor = adam::tensor_of(param, [exp_avg, exp_avg_sq], grad, None).unwrap();
                 let optimizer = rule(self.moments, self.steps).with_grad_scale(factor);
                 optim::step(&mut [Job { optimizer, tensor }], false).unwrap();
             });
@@ -63,7 +59,7 @@ fn lent<T>(values: Vec<T>) -> &'static mut [T] {
     values.leak()
 }
 
-/// The gradients of a step for one subgroup, and with split masters the weights of the step before. With bf16 moments and
+/// The gradients of a step for one subgroup, and with split masters the weights of the step before. With narrow moments and
 /// full masters there are two parts, whose elements have the random bits of one.
 fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part<'static>> {
     let split = usual.master == Master::Split;
@@ -79,8 +75,10 @@ fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part
     part.check(usual.moments).unwrap();
     match (before.len(), part.grad) {
         (0, _) => Vec::new(),
-        (2.., Floats::Bf16(grad)) if !split && usual.moments == Moments::Bf16 => {
-            let (left, right) = grad.split_at(grad.len() / 3);
+        (2.., Floats::Bf16(grad)) if !split && usual.moments != Moments::F32 => {
+            let cut = grad.len() / 3;
+            let cut = if usual.moments == Moments::Codes { cut - cut % BLOCK } else { cut };
+            let (left, right) = grad.split_at(cut);
             let other = Part { grad: Floats::Bf16(left), copy: None, ..part };
             let first = left.len();
             vec![other, Part { first, grad: Floats::Bf16(right), copy: None, number: first as u64, ..part }]
@@ -151,6 +149,9 @@ fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
         (BF16, 6),
         (BF16_SPLIT, 4),
         (BF16_SPLIT, 7),
+        (CODES, 3),
+        (CODES, 6),
+        (CODES_SPLIT, 5),
     ] {
         let mut random = fastrand::Rng::with_seed(buffers);
         let beside =
@@ -402,7 +403,9 @@ fn commits_beside_updates_hold_the_states_of_their_call() {
         (1, Encoding::FULL, 3),
         (2, Encoding::FULL, 6),
         (3, Encoding::SPLIT, 4),
-        (4, Encoding { moments: Moments::Bf16, ..Encoding::FULL }, 4),
+        (4, BF16, 4),
+        (5, CODES, 4),
+        (6, CODES_SPLIT, 4),
     ] {
         let mut random = fastrand::Rng::with_seed(seed);
         let (options, disks) = two_disks(reorder(seed));

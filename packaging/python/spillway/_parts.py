@@ -18,7 +18,7 @@ from . import _arguments, _native, _ranks, tier
 from ._holdings import Holding, check_alike, move, steps_of
 from ._snapshot import MANIFEST, Exported, part_name
 from .errors import InvalidArgumentError, NoStateError
-from .swap import MOMENTS, extent_name, stream_bytes
+from .swap import MOMENTS, extent_name
 from .tier import Tier
 from .tiered import Place, Record, Tiered
 
@@ -215,7 +215,7 @@ def _read(opened: Tier, holding: Holding, subgroup: int) -> Sequence[Any]:
     import torch
 
     elements = holding.elements[subgroup]
-    streams = [torch.empty(count, dtype=torch.uint8, device="cpu") for count in stream_bytes(elements, holding.moments)]
+    streams = [torch.empty(count, dtype=torch.uint8, device="cpu") for count in _stream_bytes(elements, holding.moments)]
     if elements:
         extent = opened.define(_name(holding, subgroup), [stream.nbytes for stream in streams])
         opened.wait(opened.get(extent, streams))
@@ -224,6 +224,13 @@ def _read(opened: Tier, holding: Holding, subgroup: int) -> Sequence[Any]:
         return [master.view(torch.float32), *(_decoded(*one, elements) for one in zip(MOMENTS, moments))]
     moment = torch.bfloat16 if holding.moments == "bf16" else torch.float32
     return [stream.view(dtype).float() for stream, dtype in zip(streams, (torch.float32, moment, moment))]
+
+
+def _stream_bytes(elements: int, moments: str) -> list[int]:
+    """Bytes of the streams of an extent: param, exp_avg, exp_avg_sq. Codes of 8 bits have their scales behind them, from the next even
+    byte on."""
+    of = {"f32": 4 * elements, "bf16": 2 * elements, "int8": elements + elements % 2 + 2 * -(-elements // 32)}
+    return [4 * elements, of[moments], of[moments]]
 
 
 def _decoded(moment: int, stream: Any, elements: int) -> Any:

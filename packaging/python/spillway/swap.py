@@ -71,13 +71,6 @@ def extent_name(subgroup: int, *, split_master: bool = False, moment_dtype: str 
     return f"subgroup-{subgroup:06}{_MOMENTS[moment_dtype][2]}{'-split' * split_master}"
 
 
-def stream_bytes(elements: int, moment_dtype: str) -> list[int]:
-    """Bytes of the streams of an extent with whole masters: param, exp_avg, exp_avg_sq. Codes of 8 bits have their scales behind them,
-    from the next even byte on."""
-    moment = elements + elements % 2 + 2 * -(-elements // 32) if moment_dtype == "int8" else elements * _MOMENTS[moment_dtype][3] // 2
-    return [4 * elements, int(moment), int(moment)]
-
-
 class Budget(NamedTuple):
     """Memory and traffic of a swapped update, in bytes except for the counts.
 

@@ -2,7 +2,7 @@
 
     python ffi_tests/bench/tier_moments.py [--rounds N] [--mi MI_PARAMETERS] DIRECTORY...
 
-Each form has states of its own on the same directories, and as little host memory as keeps the paths busy. The forms step in alternation. The
+Each form has states of its own on the same directories, and as little host memory as keeps the paths busy. The forms step in turn. The
 program prints a JSON object: for each form the bytes of states per parameter, the median seconds of a step, and how many steps it does
 in the time of one with float32 states. Limit the speed of the directories from outside."""
 

@@ -3,6 +3,9 @@
 
 use std::fmt;
 
+use spillway::io::options::BackendChoice;
+use spillway::io::profile::Settings;
+
 /// A table of numbers: every column but the first is aligned to the right.
 pub struct Table<const N: usize>(Vec<[String; N]>);
 
@@ -32,6 +35,12 @@ impl<const N: usize> fmt::Display for Table<N> {
         }
         Ok(())
     }
+}
+
+/// Settings of the I/O engine.
+pub fn io_settings(settings: Settings) -> String {
+    let backend = if settings.backend == BackendChoice::Threads { "threads" } else { "io_uring" };
+    format!("{backend}, blocks of {}, depth {}", size(settings.block_bytes), settings.depth)
 }
 
 pub use spillway_planner::model::bytes::size;

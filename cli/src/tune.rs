@@ -15,7 +15,7 @@ use spillway::sys::file::{FileSystem, file_system};
 
 use super::io_load::{Direction, Load, Shape, TestFile};
 use super::progress::Progress;
-use super::report::{size, table};
+use super::report::{io_settings, table};
 use super::stdout;
 
 #[derive(clap::Args)]
@@ -100,11 +100,12 @@ pub fn run(options: &Options) -> Result<()> {
     drop(progress);
 
     let mut text = format!(
-        "{} on file system {system}, about {:.2} GB/s\n{}\nbest: {}\n{:.1} s\n",
+        "{} on file system {system}\n{}\nbest: {}: reads {:.2} GB/s, writes {:.2} GB/s\n{:.1} s\n",
         options.dir.display(),
-        speed / 1e9,
         measured(shapes.iter().chain(&backends)),
         describe(winner),
+        median(&winner.reads),
+        median(&winner.writes),
         start.elapsed().as_secs_f64()
     );
     let settings = Settings { backend: winner.backend, block_bytes: block_bytes as u64, depth };
@@ -200,8 +201,7 @@ fn best(candidates: &[Candidate]) -> &Candidate {
 
 fn describe(candidate: &Candidate) -> String {
     let Shape { block_bytes, depth } = candidate.shape;
-    let backend = if candidate.backend == BackendChoice::Threads { "threads" } else { "io_uring" };
-    format!("{backend}, blocks of {}, depth {depth}", size(block_bytes as u64))
+    io_settings(Settings { backend: candidate.backend, block_bytes: block_bytes as u64, depth })
 }
 
 fn measured<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> String {

@@ -17,6 +17,7 @@ use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::{ExtentPlacement, Tier};
 
 use super::{Finding, Verdict};
+use crate::report::io_settings;
 
 const BYTES: usize = 4 << 20;
 const WAIT_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
@@ -135,10 +136,7 @@ fn tuned(directory: &Path) -> Finding {
     let system = std::fs::File::open(directory).and_then(|directory| file_system(&directory));
     let settings = system.ok().and_then(|system| profile::current()?.get(system));
     match settings {
-        Some(settings) => {
-            let (block, depth) = (settings.block_bytes >> 10, settings.depth);
-            Finding::ok(CHECK, format!("blocks of {block} KiB, depth {depth}, {:?}", settings.backend))
-        }
+        Some(settings) => Finding::ok(CHECK, io_settings(settings)),
         None => Finding::new(CHECK, Verdict::Worse, "not tuned: default settings are used")
             .fix(format!("spillway tune --dir {}", directory.display())),
     }

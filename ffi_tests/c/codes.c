@@ -123,15 +123,6 @@ static void wrong_uses_are_refused(void) {
     tensor = good, tensor.param_dtype = SPW_DTYPE_CODES;
     INVALID(step(0, 1, &tensor, NULL), "tensors[0].param_dtype: is SPW_DTYPE_CODES, which is for state_dtype only");
 
-    spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
-    options.mode = SPW_UNDO_MODE_DELTA, options.elements = N, options.tensors = 1;
-    spw_undo *undo = NULL;
-    CHECK_OK(spw_undo_open(&options, &undo));
-    const spw_adam_options adam = adam_options();
-    REFUSED(spw_undo_adam_step(undo, &adam, &good, 1, NULL), SPW_ERR_UNSUPPORTED,
-            "tensors[0]: state_dtype is SPW_DTYPE_CODES, or a scale is set, but this call does not step 8-bit moments");
-    CHECK_OK(spw_undo_close(undo));
-
     float values[N];
     INVALID(spw_codes_read(3, coded.codes[0], coded.scales[0], N, values), "moment: 3 is not an spw_moment");
     INVALID(spw_codes_read(SPW_MOMENT_FIRST, NULL, coded.scales[0], N, values), "codes: is NULL");

@@ -74,15 +74,6 @@ static void wrong_uses_are_refused(void) {
     INVALID(step(0, 1, &tensor, NULL), "overlaps tensors[0].param");
     tensor = whole.tensor, tensor.param_low = split.low;
     REFUSED(step(0, 1, &tensor, NULL), SPW_ERR_UNSUPPORTED, "tensors[0]: param_low needs a bf16 param");
-
-    spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
-    options.mode = SPW_UNDO_MODE_DELTA, options.elements = 100, options.tensors = 1;
-    spw_undo *undo = NULL;
-    CHECK_OK(spw_undo_open(&options, &undo));
-    const spw_adam_options adam = adam_options();
-    REFUSED(spw_undo_adam_step(undo, &adam, &split.problem.tensor, 1, NULL), SPW_ERR_UNSUPPORTED,
-            "tensors[0]: param_low is set, but this call does not step split masters");
-    CHECK_OK(spw_undo_close(undo));
     unwatch_all();
     release(&whole), release(&split.problem), free(split.low);
 }

@@ -104,7 +104,8 @@ typedef struct spw_tensor {
     // `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
     // the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
     // bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step`,
-    // `spw_lion_step`, `spw_low_bits_settle`, and `spw_spec_submit` with SPW_UNDO_MODE_NONE take it, without shadow spans.
+    // `spw_lion_step`, `spw_low_bits_settle`, `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
+    // spans. A recorded step keeps the old values in its log, up to 12 bytes per element.
     void *param_low;
     // A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low. Shows whether other
     // code has written to param since the last step: a step compares the elements with the sum that the step before

@@ -60,7 +60,8 @@ typedef enum spw_swap_flag {
     // SPW_ERR_INVALID_ARGUMENT.
     SPW_SWAP_FLAG_BF16_MOMENTS = 8,
     // Store exp_avg and exp_avg_sq as codes of 8 bits with a scale for 32 elements (see `spw_tensor`): 5.87 bytes fewer
-    // per parameter. Blocks count from the subgroup's first element, and each part begins with a block. As
+    // per parameter. Blocks count from the subgroup's first element. Each part begins with a block, and its last block is
+    // its own: moments of elements behind the part, up to the end of the block, may change. As
     // SPW_SWAP_FLAG_BF16_MOMENTS otherwise, which may not be set too.
     SPW_SWAP_FLAG_CODED_MOMENTS = 32,
     // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log

@@ -47,7 +47,8 @@ typedef enum spw_undo_mode {
     SPW_UNDO_MODE_ARITHMETIC = 0,
     // Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
     // steady state, 3.4 at step 2, and never more than 13. Once the step is rolled back, redone or committed, each
-    // chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system.
+    // chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system. The log of
+    // split masters and 8-bit moments holds the old values, 6 to 12 bytes per element, and keeps its memory.
     SPW_UNDO_MODE_DELTA = 1,
     // Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     // in their shadow fields. `spw_undo_rollback` says which set is current afterwards.

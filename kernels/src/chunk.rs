@@ -5,11 +5,13 @@ use super::chunk_loop::CHUNK;
 use super::codes;
 use super::dispatch::Kernel;
 use super::element::{Dtypes, has_bf16_moments};
+use super::kept;
+use super::publish::publish;
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::{RandomBits, Stochastic};
 use super::take::take_copy;
-use super::tensor::{Tensor, codes_are_not_recorded, not_stochastic, split_is_not_recorded};
+use super::tensor::{Tensor, codes_stand_alone, needs_a_log, not_stochastic, split_stands_alone};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -73,6 +75,7 @@ impl Optimizer for AdamRule {
 
     fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
         let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
+        keep_values::<AdamRule>(kernel, &mut tensor)?;
         if tensor.has_codes() {
             let random = RandomBits::new(key, tensor.first());
             return step_of_codes(
@@ -94,13 +97,17 @@ impl Optimizer for AdamRule {
 
     fn undo(self, kernel: Kernel, mut tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()> {
         let Some(key) = self.stochastic else { return undo(kernel, self, tensor, redo_scale) };
-        check_undo::<AdamRule>(&tensor)?;
+        if tensor.keeps_values() {
+            return undo_of_values(kernel, self, tensor, redo_scale);
+        }
+        check::<AdamRule>(&tensor)?;
         let rule = Stochastic::new(self, key, tensor.first());
         super::undo::undo_stochastic(kernel, rule, &mut tensor, redo_scale)
     }
 }
 
-fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+    keep_values::<R>(kernel, &mut tensor)?;
     match tensor.has_codes() {
         true => step_of_codes(kernel, rule, tensor, squares, None),
         false => step_plain(kernel, rule, tensor, squares),
@@ -134,8 +141,8 @@ fn step_of_codes<R: Arithmetic>(
     random: Option<RandomBits>,
 ) -> Result<f64> {
     check::<R>(&tensor)?;
-    if tensor.has_log() || tensor.has_shadow() {
-        return Err(codes_are_not_recorded());
+    if tensor.has_shadow() {
+        return Err(codes_stand_alone());
     }
     codes::step(kernel, tensor, random, |tile| step_plain(kernel, rule, tile, squares))
 }
@@ -146,19 +153,22 @@ fn step_of_split<R: Arithmetic>(
     tensor: &mut Tensor<'_>,
     squares: bool,
 ) -> Result<f64> {
-    if tensor.has_log() || tensor.has_shadow() {
-        return Err(split_is_not_recorded());
+    if tensor.has_shadow() {
+        return Err(split_stands_alone());
     }
     step_split(kernel, rule, tensor, squares)
 }
 
-fn undo<R: Arithmetic>(
+fn undo<R: Optimizer>(
     kernel: Kernel,
     rule: R,
     mut tensor: Tensor<'_>,
     redo_scale: Option<f32>,
 ) -> Result<()> {
-    check_undo::<R>(&tensor)?;
+    if tensor.keeps_values() {
+        return undo_of_values(kernel, rule, tensor, redo_scale);
+    }
+    check::<R>(&tensor)?;
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && super::sve::undo(adam, rule, &mut tensor, redo_scale)
@@ -173,12 +183,33 @@ fn check<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
     tensor.check_states::<R>()
 }
 
-fn check_undo<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
-    if tensor.is_split() {
-        return Err(split_is_not_recorded());
+/// Before a recorded step that no formula inverts: keeps the old values in the log.
+#[inline(always)]
+fn keep_values<R: Arithmetic>(kernel: Kernel, tensor: &mut Tensor<'_>) -> Result<()> {
+    if !tensor.has_log() || !tensor.keeps_values() {
+        return Ok(());
     }
-    if tensor.has_codes() {
-        return Err(codes_are_not_recorded());
+    check::<R>(tensor)?;
+    take_copy(kernel, tensor);
+    kept::keep(tensor)
+}
+
+/// Rolls back a step whose log has the old values. The copy then holds them too, so a repeated step does not take it.
+fn undo_of_values<R: Optimizer>(
+    kernel: Kernel,
+    rule: R,
+    mut tensor: Tensor<'_>,
+    redo_scale: Option<f32>,
+) -> Result<()> {
+    check::<R>(&tensor)?;
+    if !kept::restore(&mut tensor)? {
+        return Err(needs_a_log());
     }
-    check::<R>(tensor)
+    match redo_scale {
+        Some(scale) => rule.with_grad_scale(scale).step(kernel, tensor.without_taking(), false).map(drop),
+        None => {
+            publish(kernel, tensor);
+            Ok(())
+        }
+    }
 }

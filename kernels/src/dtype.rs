@@ -122,6 +122,15 @@ impl<'a> Floats<'a> {
 }
 
 impl<'a> FloatsMut<'a> {
+    /// The bytes of the elements in memory.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            FloatsMut::F32(s) => s.as_mut_bytes(),
+            FloatsMut::F16(s) => s.as_mut_bytes(),
+            FloatsMut::Bf16(s) => s.as_mut_bytes(),
+        }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {

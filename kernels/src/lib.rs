@@ -34,6 +34,7 @@ pub mod dtype;
 mod element;
 mod error;
 pub mod float_mode;
+mod kept;
 mod lent;
 mod log;
 mod pack;
@@ -70,12 +71,12 @@ pub use element::{Dtypes, supported};
 pub use error::{Error, Result};
 pub use float_mode::IeeeMode;
 pub use lent::LentTensor;
-pub use log::{log_bytes, log_used_of};
+pub use log::{log_bytes, log_has_values, log_used_of};
 pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
 pub use step::grad_squares;
 pub use stochastic::{RandomBits, stochastic_key};
-pub use tensor::{States, Tensor};
+pub use tensor::{States, Tensor, needs_a_log};
 pub use word_sum::settle_low_bits;
 
 /// Internals that the tests of this crate use in addition to the public API.

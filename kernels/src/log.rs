@@ -4,6 +4,8 @@
 //! log   := chunk*                          one per chunk of the tensor, at multiples of log_capacity(CHUNK) bytes
 //! chunk := bytes used (8 bytes), group*
 //! ```
+//!
+//! With the highest bit of the header the chunk holds old values in place of groups (see `kept`).
 
 use super::chunk_loop::{CHUNK, MAX_LANES};
 use super::pack;
@@ -30,8 +32,20 @@ const fn log_capacity(n: usize) -> usize {
 
 /// Bytes in use of the log of one chunk, from its header at the start of `log`.
 pub fn log_used(log: &[u8]) -> u64 {
-    log.first_chunk::<HEADER>().map_or(0, |used| u64::from_ne_bytes(*used))
+    header(log) & !VALUES
 }
+
+/// True if the log of one chunk holds old values: the next step needs as many bytes.
+pub fn log_has_values(log: &[u8]) -> bool {
+    header(log) & VALUES != 0
+}
+
+fn header(log: &[u8]) -> u64 {
+    log.first_chunk::<HEADER>().map_or(0, |header| u64::from_ne_bytes(*header))
+}
+
+/// In a header: the chunk holds old values.
+pub(super) const VALUES: u64 = 1 << 63;
 
 pub(super) const HEADER: usize = size_of::<u64>();
 /// Bytes of a cache line.

@@ -202,7 +202,7 @@ impl<'a> Tensor<'a> {
         let n = self.len();
         let has_moments = self.states.exp_avg.is_some() || self.states.exp_avg_sq.is_some();
         if has_moments || self.has_shadow() {
-            return Err(codes_are_not_recorded());
+            return Err(codes_stand_alone());
         }
         for (name, codes) in [("exp_avg", &codes[0]), ("exp_avg_sq", &codes[1])] {
             let lengths = codes
@@ -263,7 +263,7 @@ impl<'a> Tensor<'a> {
     /// `shadow` differ from the states in presence, type or length.
     pub fn with_shadow(self, shadow: States<'a>) -> Result<Self> {
         if self.has_codes() {
-            return Err(codes_are_not_recorded());
+            return Err(codes_stand_alone());
         }
         match shadow.shape() == self.states.shape() {
             true => Ok(Tensor { beside: Beside::Shadow(shadow), ..self }),
@@ -304,6 +304,26 @@ impl<'a> Tensor<'a> {
     /// True if the log is written with non-temporal stores: the call is large and the log is aligned to a cache line.
     pub(super) fn streams_log(&self) -> bool {
         self.streams.log && self.log.as_ref().is_some_and(|log| log.as_ptr().addr().is_multiple_of(LINE))
+    }
+
+    /// Takes the undo log out of the tensor.
+    pub(super) fn take_log(&mut self) -> Option<&'a mut [u8]> {
+        self.log.take().filter(|log| !log.is_empty())
+    }
+
+    /// Low bits and their sums; empty without.
+    pub(super) fn low_mut(&mut self) -> (&mut [u16], &mut [u64]) {
+        (self.low.as_deref_mut().unwrap_or_default(), self.low_sums.as_deref_mut().unwrap_or_default())
+    }
+
+    /// True if a recorded step keeps the old values: no formula inverts it.
+    pub fn keeps_values(&self) -> bool {
+        self.is_split() || self.has_codes()
+    }
+
+    /// The same tensor, whose step does not begin with the values of `param_copy`.
+    pub(super) fn without_taking(self) -> Self {
+        Tensor { takes_copy: false, ..self }
     }
 
     pub(super) fn log_address(&mut self) -> Option<*mut u8> {
@@ -530,21 +550,33 @@ pub fn no_split_kernel(dtypes: Dtypes) -> Error {
     ))
 }
 
-/// The error for a tensor with a split master in a step that is recorded or undone.
+/// The error for a tensor whose step no formula inverts, in an undo without a log.
 #[cold]
-pub fn split_is_not_recorded() -> Error {
+pub fn needs_a_log() -> Error {
     Error::Unsupported(
-        "param_low: steps of split masters cannot be recorded or undone; leave param_low NULL".to_string(),
+        "split masters and 8-bit moments: their steps are undone from a log only; record with the delta mode"
+            .to_string(),
     )
 }
 
-/// The error for a tensor with 8-bit moments in a step that is recorded or undone.
+/// The error for a log without room for the values of its tensor.
 #[cold]
-pub fn codes_are_not_recorded() -> Error {
+pub fn log_too_small() -> Error {
+    Error::invalid("log", "has no room for the values of the tensor")
+}
+
+/// The error for a tensor with 8-bit moments and shadow spans, or other moments.
+#[cold]
+pub fn codes_stand_alone() -> Error {
     Error::Unsupported(
-        "8-bit moments: their steps cannot be recorded or undone, nor write shadow spans; use moments of f32 or bf16"
-            .to_string(),
+        "8-bit moments: a tensor with them has neither other moments nor shadow spans".to_string(),
     )
+}
+
+/// The error for a tensor with a split master and shadow spans.
+#[cold]
+pub fn split_stands_alone() -> Error {
+    Error::Unsupported("param_low: a tensor with a split master has no shadow spans".to_string())
 }
 
 /// The error for a type combination that [`with_types`](super::element::with_types) does not support.

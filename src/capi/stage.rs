@@ -148,7 +148,7 @@ pub unsafe extern "C" fn spw_stage_submit_adam(
         unsafe {
             let stage = handle::get(stage)?;
             let options = options.read("options")?;
-            let tensors = lent::<spw_adam_options>(options.rule()?, stage.undo, tensors, count)?;
+            let tensors = lent::<spw_adam_options>(options.rule()?, tensors, count)?;
             let target = parse_target(target, &tensors)?;
             let work = Tensors::new(tensors, stage.undo, stage.stage.publish())?;
             let event = parse_event(event)?;

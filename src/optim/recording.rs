@@ -10,7 +10,7 @@ use super::lent::Lent;
 use super::parallel::{self, Job};
 use super::{Family, StepStats, undo};
 use crate::error::{Error, Result};
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, log_bytes};
+use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, log_bytes, needs_a_log};
 use crate::stats;
 use crate::sys::reserve::Reserve;
 
@@ -88,6 +88,9 @@ impl Recording {
             && undo::log_bytes_of(&jobs) > log.bytes_mut().len()
         {
             return Err(undo::no_room());
+        }
+        if matches!(self.memory, Memory::Arithmetic) && jobs.iter().any(|job| job.tensor.keeps_values()) {
+            return Err(needs_a_log().into());
         }
         super::kernel()?;
         self.forget();

@@ -7,7 +7,7 @@ use super::grad;
 use super::parallel::{Job, Step, Work, run_parallel, step_all};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
-use crate::kernel::{self, CHUNK, Kernel, Optimizer, log_bytes, log_used_of};
+use crate::kernel::{self, CHUNK, Kernel, Optimizer, log_bytes, log_has_values, log_used_of};
 use crate::sys::reserve::Reserve;
 
 /// Rolls back the step of every tensor: bit-exactly if the tensor has the log of that step, else approximately by the
@@ -77,15 +77,15 @@ pub fn log_used(log: &mut Reserve, lengths: impl Iterator<Item = usize>) -> u64 
 }
 
 /// Releases the log memory of chunks that used more than `KEPT` bytes per element. `lengths` are the elements of each
-/// tensor. The next step is expected to need less.
+/// tensor. The next step is expected to need less, except where the log holds old values.
 pub fn trim(log: &mut Reserve, lengths: impl Iterator<Item = usize>) {
     let mut start = 0;
     for n in lengths {
         for at in (0..n).step_by(CHUNK) {
             let elements = CHUNK.min(n - at);
             let end = start + log_bytes(elements);
-            let used = log.bytes_mut().get(start..end).map_or(0, |log| log_used_of(log, elements));
-            if used > (KEPT * elements) as u64 {
+            let chunk: &[u8] = log.bytes_mut().get(start..end).unwrap_or_default();
+            if !log_has_values(chunk) && log_used_of(chunk, elements) > (KEPT * elements) as u64 {
                 log.release_range(start..end);
             }
             start = end;

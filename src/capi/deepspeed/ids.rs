@@ -118,13 +118,13 @@ unsafe fn step_one<R: Family>(rule: R, tensor: In<spw_tensor>) -> Result<()> {
     })
 }
 
-/// The tensor of a call that names an id, for longer than the call.
+/// The tensor of a call that names an id, for longer than the call. Rejects param_low and 8-bit moments.
 ///
 /// # Safety
 /// As [`table::lent`], for one tensor.
 pub(super) unsafe fn lent<R: Family>(rule: R, tensor: In<spw_tensor>) -> Result<Lent<R>> {
     // SAFETY: the caller meets the callee's requirements.
-    one(tensor, |own| unsafe { table::lent(tensor, 1, &rule, own) })
+    one(tensor, |own| unsafe { table::lent_if(table::whole_states, tensor, 1, &rule, own) })
 }
 
 /// Calls `read`, which reads one tensor that must not have options of its own. Its errors name no place in an array.

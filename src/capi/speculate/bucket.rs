@@ -11,7 +11,7 @@ use crate::capi::speculate::engine::{Rules, spw_spec};
 use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Arithmetic;
-use crate::offload::speculate::{Bucket, Tensors, Undo};
+use crate::offload::speculate::{Bucket, Tensors};
 use crate::optim::Family;
 use crate::optim::lent::Lent;
 use crate::sys::descriptor;
@@ -162,11 +162,9 @@ impl spw_spec {
         unsafe {
             match rules {
                 Rules::None => Err(Rounds::Speculation.error(RoundKind::NotBegun)),
-                Rules::Adam(rule) => self.boxed(lent::<spw_adam_options>(rule, self.undo, tensors, count)?),
-                Rules::Adagrad(rule) => {
-                    self.boxed(lent::<spw_adagrad_options>(rule, self.undo, tensors, count)?)
-                }
-                Rules::Lion(rule) => self.boxed(lent::<spw_lion_options>(rule, self.undo, tensors, count)?),
+                Rules::Adam(rule) => self.boxed(lent::<spw_adam_options>(rule, tensors, count)?),
+                Rules::Adagrad(rule) => self.boxed(lent::<spw_adagrad_options>(rule, tensors, count)?),
+                Rules::Lion(rule) => self.boxed(lent::<spw_lion_options>(rule, tensors, count)?),
             }
         }
     }
@@ -177,20 +175,18 @@ impl spw_spec {
     }
 }
 
-/// The tensors of a bucket. Their own options have the grad_scale of `rule`. Split masters have no `undo`.
+/// The tensors of a bucket. Their own options have the grad_scale of `rule`.
 ///
 /// # Safety
 /// As `spw_spec_submit`.
 pub(in crate::capi) unsafe fn lent<O: StepOptions>(
     rule: O::Rule,
-    undo: Undo,
     tensors: In<spw_tensor>,
     count: u64,
 ) -> Result<Lent<O::Rule>> {
-    let check = |raw: &[spw_tensor]| if undo == Undo::None { Ok(()) } else { table::whole_states(raw) };
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        table::lent_if(check, tensors, count, &rule, |options| match table::own_rule::<O>(options)? {
+        table::lent(tensors, count, &rule, |options| match table::own_rule::<O>(options)? {
             own if own.grad_scale() == rule.grad_scale() => Ok(own),
             _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
         })

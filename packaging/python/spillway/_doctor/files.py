@@ -1,0 +1,65 @@
+"""Reads the file of a job: a script of Python, or a configuration in JSON, which may have comments as DeepSpeed reads them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .. import _files
+from ..errors import CorruptError, InvalidArgumentError
+
+#: Most bytes of a job's file.
+MOST_BYTES = 4 << 20
+
+
+def content(path: str) -> bytes:
+    """The bytes of a regular file, to which a link may lead.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or is too large."""
+    if os.path.isdir(path):
+        raise InvalidArgumentError(f"{path} is a directory; name a script, or a configuration in JSON")
+    try:
+        with _files.open_regular(os.path.realpath(path)) as file:
+            found = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise InvalidArgumentError(f"{path} does not exist; name a script, or a configuration in JSON") from None
+    except (CorruptError, ValueError):
+        raise InvalidArgumentError(f"{path!r} is no regular file; name a script, or a configuration in JSON") from None
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}; run the doctor as a user who may read it") from None
+    if len(found) > MOST_BYTES:
+        raise InvalidArgumentError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a script, or a configuration in JSON")
+    return found
+
+
+def configuration(path: str) -> Any:
+    """The value of a file of JSON, in which hjson allows comments if it is installed, as DeepSpeed has it."""
+    stored = content(path)
+    if not stored.strip():
+        raise InvalidArgumentError(f"{path} is empty; write a configuration in JSON")
+    try:
+        return _files.parse_json(stored)
+    except RecursionError:
+        raise InvalidArgumentError(f"{path} has too many levels; write a configuration in JSON") from None
+    except ValueError as error:
+        strict = " ".join(str(error).split())
+    cure = "write a configuration in JSON"
+    try:
+        import hjson
+    except ImportError:
+        cure += "; comments need the package hjson, which DeepSpeed installs"
+        raise InvalidArgumentError(f"{path} is no JSON: {strict}; {cure}") from None
+    try:
+        _files.check_levels(stored)
+        found = hjson.loads(stored.decode())
+    except (ValueError, RecursionError, TypeError, AttributeError, IndexError):
+        raise InvalidArgumentError(f"{path} is no JSON: {strict}; {cure}") from None
+    return _plain(found)
+
+
+def _plain(value: Any) -> Any:
+    """hjson has classes of its own."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list) else value

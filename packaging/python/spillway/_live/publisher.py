@@ -1,0 +1,173 @@
+"""Publishes the figures of this process's optimizers, for `python -m spillway watch` and `metrics`.
+
+The end of a step publishes, at most once a second: no thread does, so that there is nothing to stop at a fork or at the end of the program.
+A step that does not publish pays for two reads of a clock and a comparison. Publishing takes less than a thousandth of that second; it is
+therefore always on, and SPILLWAY_WATCH=0 turns it off.
+
+No failure here is one of the step: what cannot be published is tried again after a minute. A forked child begins with no figures."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from .. import _kept
+from . import place
+
+#: Seconds between two records, after a failure, and until the record of a dead process is removed.
+INTERVAL, AFTER_FAILURE, KEEPS_DEAD = 1.0, 60.0, 3600.0
+_OFF = ("0", "no", "off", "false")
+#: Most letters of the command in a record.
+_MOST_COMMAND = 200
+
+
+class Figures:
+    """The figures of one optimizer. It lives as long as the optimizer holds it.
+
+    Args:
+        kind: What it is.
+        owner: The optimizer, which is not kept alive.
+        describe: Returns its further figures, as of `Publisher.record`."""
+
+    def __init__(self, kind: str, owner: Any, describe: Callable[[Any], dict[str, Any]]):
+        self.kind, self._owner, self._describe = kind, weakref.ref(owner), describe
+        self.steps, self.seconds, self.last_seconds = 0, 0.0, 0.0
+        self._publisher: Publisher | None = None
+
+    def stepped(self, begun: float) -> None:
+        """A step has ended that began at this time.perf_counter()."""
+        now = time.perf_counter()
+        self.last_seconds = now - begun
+        self.seconds += self.last_seconds
+        self.steps += 1
+        publisher = _publisher
+        if self._publisher is not publisher:
+            self._publisher = publisher
+            publisher.sources.add(self)
+        if now >= publisher.due:
+            publisher.publish(now)
+
+    def told(self) -> dict[str, Any] | None:
+        """All figures; None: the optimizer has gone."""
+        owner = self._owner()
+        if owner is None:
+            return None
+        own = {"kind": self.kind, "steps": self.steps, "seconds": self.seconds, "last_seconds": self.last_seconds}
+        try:
+            return {**own, **self._describe(owner)}
+        except Exception:
+            # A tier that was closed, or a path that has failed.
+            return own
+
+
+class Publisher:
+    """The record of this process.
+
+    Attributes:
+        due: From when on, by time.perf_counter(), the next one is published.
+        sources: The figures of all optimizers."""
+
+    def __init__(self) -> None:
+        self.due, self.sources = 0.0, _kept.Living()
+        self._process: place.Process | None = None
+        self._directory: str | None = None
+        self._lock = threading.Lock()
+
+    def publish(self, now: float) -> None:
+        """Publishes a record. It raises nothing but the exceptions of signal handlers."""
+        if not self._lock.acquire(blocking=False):
+            # Another thread publishes.
+            return
+        try:
+            self.due = now + INTERVAL
+            if os.environ.get("SPILLWAY_WATCH", "").strip().lower() in _OFF:
+                return
+            self._write(json.dumps(self.record()).encode())
+        except Exception:
+            self.due = now + AFTER_FAILURE
+        finally:
+            self._lock.release()
+
+    def record(self) -> dict[str, Any]:
+        """What is published: the process, and the figures of each optimizer. These are `steps`, `seconds` of all of them and of the last
+        one, and where there are such: `where` its states are, `exposed_seconds`, `memory` in bytes by kind on the "host" and on the
+        "device", `commits` and the `committed_step`, `paths` with health, bytes and busy seconds, and the `tier`."""
+        if self._process is None:
+            self._process = place.this_process()
+        told = [(found.kind, own) for found in self.sources.list() if (own := found.told()) is not None]
+        return {
+            "format": place.FORMAT,
+            "pid": self._process.number,
+            "start": self._process.start,
+            "namespace": self._process.namespace,
+            "time": time.time(),
+            "command": " ".join(sys.argv)[:_MOST_COMMAND] or sys.executable,
+            "optimizers": [own for _, own in told],
+        }
+
+    def _write(self, content: bytes) -> None:
+        assert self._process is not None
+        if self._directory is None:
+            self._directory = _usable()
+            self._collect(self._directory)
+        with place.opened(self._directory, make=True) as folder:
+            place.write(folder, self._process, content)
+
+    def _collect(self, directory: str) -> None:
+        """Removes what processes have left that were killed."""
+        assert self._process is not None
+        with suppress(OSError), place.opened(directory) as folder:
+            for name in os.listdir(folder):
+                with suppress(OSError):
+                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEEPS_DEAD and self._is_dead(
+                        folder, name
+                    ):
+                        os.unlink(name, dir_fd=folder)
+
+    def _is_dead(self, folder: int, name: str) -> bool:
+        found = place.read(folder, name.removesuffix(".part"))
+        if found is None or self._process is None:
+            return name.endswith(".part")
+        number, start = found.get("pid"), found.get("start")
+        return found.get("namespace") == self._process.namespace and type(number) is int and place.start_of(number) != start
+
+    def end(self) -> None:
+        """Removes the record at the end of the program."""
+        if self._directory is None or self._process is None or self._process.number != os.getpid():
+            return
+        with suppress(Exception), place.opened(self._directory) as folder:
+            os.unlink(self._process.file, dir_fd=folder)
+
+
+def _usable() -> str:
+    """The first directory that this user alone may use."""
+    failed: OSError | None = None
+    for directory in place.directories():
+        try:
+            with place.opened(directory, make=True):
+                return directory
+        except OSError as error:
+            failed = error
+    assert failed is not None
+    raise failed
+
+
+_publisher = Publisher()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the record of the parent is not its own."""
+    global _publisher
+    _publisher = Publisher()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+atexit.register(lambda: _publisher.end())

@@ -1,5 +1,5 @@
-"""Ranges in the timeline of torch's profiler, and of NVTX under torch.autograd.profiler.emit_nvtx. Without an active profiler a range is one
-call of torch that tells so. Torch is not imported for it."""
+"""Ranges in the timeline of torch's profiler, and of NVTX under torch.autograd.profiler.emit_nvtx. Without an active profiler a range
+costs one call of torch that tells so. Torch is not imported for it."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -91,7 +92,7 @@ def opened(path: str, make: bool = False) -> Iterator[int]:
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(errno.EPERM, "another user made it, or may use it; remove it, or chmod 700", path)
+            raise OSError(errno.EPERM, "another user made it, or may use it; remove it, or chmod 700", path)
         yield folder
     finally:
         os.close(folder)
@@ -99,7 +100,8 @@ def opened(path: str, make: bool = False) -> Iterator[int]:
 
 def write(folder: int, process: Process, content: bytes) -> None:
     """Replaces the record of a process: a reader finds the old one or the new one."""
-    part = f"{process.file}.part"
+    # Two threads may write at once.
+    part = f"{process.file}.{threading.get_ident()}.part"
     try:
         os.unlink(part, dir_fd=folder)
     except FileNotFoundError:

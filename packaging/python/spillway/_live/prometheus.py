@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ..tier import HEALTH
 from .reader import Record
 
 _Labels = dict[str, str]
-_HEALTH = ("healthy", "draining", "failed", "missing")
 
 
 class _Metric(NamedTuple):
@@ -70,7 +70,7 @@ def _samples(record: Record) -> Iterator[tuple[str, _Labels, float]]:
             yield "spillway_path_written_bytes_total", labels, path.written_bytes
             yield "spillway_path_reading_seconds_total", labels, path.reading_seconds
             yield "spillway_path_writing_seconds_total", labels, path.writing_seconds
-            for state in _HEALTH:
+            for state in HEALTH:
                 yield "spillway_path_health", {**labels, "state": state}, float(path.health == state)
 
 

@@ -1,8 +1,8 @@
 """Publishes the figures of this process's optimizers, for `python -m spillway watch` and `metrics`.
 
 The end of a step publishes, at most once a second: no thread does, so that there is nothing to stop at a fork or at the end of the program.
-A step that does not publish pays for two reads of a clock and a comparison. Publishing takes less than a thousandth of that second; it is
-therefore always on, and SPILLWAY_WATCH=0 turns it off.
+A step that does not publish pays for two reads of a clock and a comparison. Publishing takes about a ten-thousandth of that second; it is
+therefore always on, and SPILLWAY_WATCH=0 turns it off. An optimizer is asked for its figures by the thread that steps it, and by no other.
 
 No failure here is one of the step: what cannot be published is tried again after a minute. A forked child begins with no figures."""
 
@@ -12,7 +12,6 @@ import atexit
 import json
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -41,6 +40,9 @@ class Figures:
         self.kind, self._owner, self._describe = kind, weakref.ref(owner), describe
         self.steps, self.seconds, self.last_seconds = 0, 0.0, 0.0
         self._publisher: Publisher | None = None
+        #: What the owner has told, and until when it is not asked again.
+        self._described: dict[str, Any] = {}
+        self._due = 0.0
 
     def stepped(self, begun: float) -> None:
         """A step has ended that began at this time.perf_counter()."""
@@ -52,20 +54,22 @@ class Figures:
         if self._publisher is not publisher:
             self._publisher = publisher
             publisher.sources.add(self)
+        if now >= self._due:
+            self._ask(now)
         if now >= publisher.due:
             publisher.publish(now)
 
-    def told(self) -> dict[str, Any] | None:
-        """All figures; None: the optimizer has gone."""
+    def _ask(self, now: float) -> None:
+        self._due = now + INTERVAL
         owner = self._owner()
-        if owner is None:
-            return None
+        # What a tier tells that a hook has closed is an error.
+        with suppress(Exception):
+            self._described = {} if owner is None else self._describe(owner)
+
+    def told(self) -> dict[str, Any]:
+        """All figures."""
         own = {"kind": self.kind, "steps": self.steps, "seconds": self.seconds, "last_seconds": self.last_seconds}
-        try:
-            return {**own, **self._describe(owner)}
-        except Exception:
-            # A tier that was closed, or a path that has failed.
-            return own
+        return {**own, **self._described}
 
 
 class Publisher:
@@ -79,22 +83,16 @@ class Publisher:
         self.due, self.sources = 0.0, _kept.Living()
         self._process: place.Process | None = None
         self._directory: str | None = None
-        self._lock = threading.Lock()
 
     def publish(self, now: float) -> None:
         """Publishes a record. It raises nothing but the exceptions of signal handlers."""
-        if not self._lock.acquire(blocking=False):
-            # Another thread publishes.
-            return
+        self.due = now + INTERVAL
         try:
-            self.due = now + INTERVAL
             if os.environ.get("SPILLWAY_WATCH", "").strip().lower() in _OFF:
                 return
             self._write(json.dumps(self.record()).encode())
         except Exception:
             self.due = now + AFTER_FAILURE
-        finally:
-            self._lock.release()
 
     def record(self) -> dict[str, Any]:
         """What is published: the process, and the figures of each optimizer. These are `steps`, `seconds` of all of them and of the last
@@ -102,7 +100,6 @@ class Publisher:
         "device", `commits` and the `committed_step`, `paths` with health, bytes and busy seconds, and the `tier`."""
         if self._process is None:
             self._process = place.this_process()
-        told = [(found.kind, own) for found in self.sources.list() if (own := found.told()) is not None]
         return {
             "format": place.FORMAT,
             "pid": self._process.number,
@@ -110,7 +107,7 @@ class Publisher:
             "namespace": self._process.namespace,
             "time": time.time(),
             "command": " ".join(sys.argv)[:_MOST_COMMAND] or sys.executable,
-            "optimizers": [own for _, own in told],
+            "optimizers": [found.told() for found in self.sources.list()],
         }
 
     def _write(self, content: bytes) -> None:
@@ -127,15 +124,16 @@ class Publisher:
         with suppress(OSError), place.opened(directory) as folder:
             for name in os.listdir(folder):
                 with suppress(OSError):
-                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEEPS_DEAD and self._is_dead(
-                        folder, name
-                    ):
+                    age = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+                    if age > KEEPS_DEAD and self._is_dead(folder, name):
                         os.unlink(name, dir_fd=folder)
 
     def _is_dead(self, folder: int, name: str) -> bool:
-        found = place.read(folder, name.removesuffix(".part"))
+        if name.endswith(".part"):
+            return True
+        found = place.read(folder, name)
         if found is None or self._process is None:
-            return name.endswith(".part")
+            return False
         number, start = found.get("pid"), found.get("start")
         return found.get("namespace") == self._process.namespace and type(number) is int and place.start_of(number) != start
 

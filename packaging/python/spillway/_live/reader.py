@@ -87,10 +87,26 @@ def _why_none(number: int) -> str:
         return f"{what}, and there is no such process; name one that runs"
     if owner != os.geteuid():
         return f"{what} that this user may read: it belongs to user {owner}; watch it as that user"
+    if (unusable := _unusable()) is not None:
+        return f"{what}: {unusable}"
     return (
         f"{what}: it has not ended a step of an optimizer of Spillway, or runs with SPILLWAY_WATCH=0, or with another /dev/shm, as in a "
         "container; wait for a step, or watch it from there"
     )
+
+
+def _unusable() -> str | None:
+    """Why no directory of records can be used; None: one can, or there is none."""
+    failed: OSError | None = None
+    for directory in place.directories():
+        try:
+            with place.opened(directory):
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = error
+    return None if failed is None else f"{failed.filename}: {failed.strerror}"
 
 
 def _is_within(asked: str, job: str) -> bool:

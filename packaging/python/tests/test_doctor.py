@@ -161,6 +161,13 @@ def test_a_configuration_without_offload_has_nothing_to_serve(doctor):
         assert done.returncode == 1 and served(done.stdout)[0] == [] and '"offload_optimizer": {"device": "cpu"}' in done.stdout
 
 
+def test_odd_numbers_of_a_job_are_not_planned(doctor):
+    for name, value in (("train_micro_batch_size_per_gpu", 10**30), ("gradient_accumulation_steps", -1), ("train_batch_size", "auto")):
+        given = {"zero_optimization": {**ZERO3, "sub_group_size": True}, "optimizer": ADAMW, name: value}
+        done = doctor("--parameters", "7B", name="ds.json", text=given)
+        assert done.returncode == 0 and "not planned: " in done.stdout, (name, done)
+
+
 def test_comments_are_read_as_deepspeed_reads_them(doctor):
     pytest.importorskip("hjson")
     text = '{ // where\n # what\n "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}} /* and */ }'
@@ -175,8 +182,10 @@ BAD = {
     "binary": bytes(range(256)) * 9,
     "deep": b"[" * 100_000,
     "deep-object": b'{"a":' * 50_000,
-    "twice": b'{"optimizer": [}',
-    "large": b" " * ((4 << 20) + 1),
+    "twice": b'{"optimizer": {}, "optimizer": {}}',
+    "twice-with-comments": b'{"optimizer": {}, # and\n "optimizer": {}}',
+    "broken": b'{"optimizer": [}',
+    "large": b"{" + b" " * (1 << 20) + b"}",
 }
 
 
@@ -299,7 +308,7 @@ def test_a_models_configuration_is_a_job_of_torch(doctor):
 )
 def test_numbers_of_parameters(text, number):
     assert savings.parameters_of(text) == number
-    plan = planner.plan_model(savings.described(number), sub_group_size=savings.subgroup_of(number))
+    _, plan = savings.planned(script.of_torch(), savings.described(number), {})
     assert plan["model"]["parameters"] == number
 
 

@@ -265,9 +265,21 @@ def test_an_optimizer_that_has_gone_is_not_published(records, fresh):
 
 def test_an_optimizer_that_cannot_tell_its_figures_has_its_steps(records, fresh):
     owner = Owner()
-    figures = publisher.Figures("Test", owner, lambda owner: owner.nothing)
+    # As if the code were that of the package.
+    figures = publisher.Figures("Test", owner, eval("lambda owner: owner.nothing", {"__name__": "spillway.test"}))
     figures.stepped(0.0)
     assert json.loads((records / published(records)[0]).read_text())["optimizers"][0]["steps"] == 1
+
+
+def test_an_error_of_a_signal_handler_is_not_lost(records, fresh, monkeypatch):
+    owner = Owner()
+    figures = publisher.Figures("Test", owner, lambda owner: owner.nothing)
+    with pytest.raises(AttributeError):
+        figures.stepped(0.0)
+    assert figures.steps == 1
+    monkeypatch.setattr(place, "this_process", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        owner.figures().stepped(0.0)
 
 
 def test_a_forked_child_has_a_record_of_its_own_and_leaves_that_of_its_parent(records, fresh):
@@ -349,26 +361,13 @@ def test_a_full_or_missing_disk_is_no_failure_of_a_step(records, fresh, monkeypa
         monkeypatch.setattr(place, "directories", lambda: [missing])
         figures.stepped(0.0)
     assert figures.steps == 5
-    monkeypatch.setattr(publisher, "_publisher", publisher.Publisher())
-    monkeypatch.setattr(place, "this_process", lambda: 1 / 0)
-    figures.stepped(0.0)
-    assert figures.steps == 6
 
 
-def _planted(records, **changed):
-    """A record of this process in which something is changed."""
+def _planted(records, of=(), **changed):
+    """A record of this process in which something is changed; `of`: what is changed of the process."""
     records.mkdir(mode=0o700, exist_ok=True)
-    process = place.this_process()
-    record = {
-        "format": place.FORMAT,
-        "pid": process.number,
-        "start": process.start,
-        "namespace": process.namespace,
-        "time": time.time(),
-        "command": "job",
-        "optimizers": [],
-        **changed,
-    }
+    process = place.this_process()._replace(**dict(of))
+    record = {"format": place.FORMAT, "time": time.time(), "command": "job", "optimizers": [], **changed}
     with place.opened(str(records)) as folder:
         place.write(folder, process, json.dumps(record).encode())
     return records / process.file
@@ -421,29 +420,30 @@ def test_what_is_no_record_is_not_read(records):
 
 def test_a_number_that_another_process_has_by_now_is_that_of_a_dead_one(records):
     process = place.this_process()
-    os.rename(_planted(records, start=process.start - 1), records / process._replace(start=process.start - 1).file)
+    _planted(records, of={"start": process.start - 1})
     (record,) = reader.find(str(os.getpid()))
     assert record.lives is False
     _planted(records)
     (record,) = reader.find(str(os.getpid()))
     assert record.lives is True and record.start == process.start
-    _planted(records, namespace=1)
-    (record,) = [one for one in reader.find(str(os.getpid())) if one.start == process.start]
+    _planted(records, of={"start": 5, "namespace": 1})
+    (record,) = [one for one in reader.find(str(os.getpid())) if one.start == 5]
     assert record.lives is None and "in another container" in next(iter(screen.lines(record, None))).text
 
 
 def test_records_of_dead_processes_are_removed_after_an_hour(records, fresh):
     process, past = place.this_process(), time.time() - 2 * publisher.KEEPS_DEAD
     for start, namespace, old in ((1, process.namespace, True), (2, process.namespace, False), (3, 1, True)):
-        path = records / f"{process.number}-{start}.json"
-        os.rename(_planted(records, start=start, namespace=namespace), path)
+        path = _planted(records, of={"start": start, "namespace": namespace})
         if old:
             os.utime(path, (past, past))
-    (records / "9-9.json.7.part").write_text("")
-    os.utime(records / "9-9.json.7.part", (past, past))
+    (records / "9-9-9.json.7.part").write_text("")
+    os.utime(records / "9-9-9.json.7.part", (past, past))
     Owner().figures().stepped(0.0)
     # One of another namespace may live, and one that died just now may be watched.
-    assert sorted(os.listdir(records)) == sorted([f"{process.number}-2.json", f"{process.number}-3.json", process.file])
+    assert sorted(os.listdir(records)) == sorted(
+        [process._replace(start=2).file, process._replace(start=3, namespace=1).file, process.file]
+    )
 
 
 def test_rates_are_those_since_the_figures_before():

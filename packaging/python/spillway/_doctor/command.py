@@ -66,9 +66,7 @@ def run(given: Sequence[str]) -> int:
     try:
         found, model = _found(asked)
         if asked.parameters is not None:
-            number = savings.parameters_of(asked.parameters)
-            model = savings.described(number)
-            found.plan.setdefault("sub_group_size", savings.subgroup_of(number))
+            model = savings.described(savings.parameters_of(asked.parameters))
         options = {name: value for name in ("ranks", "gpu_memory", "host_memory", "paths") if (value := getattr(asked, name)) is not None}
         saves, host_bytes = ["how much: add --parameters 7B, or the number of your model"], 0
         if model is not None:

@@ -8,11 +8,11 @@ from typing import Any
 from .. import _files
 from ..errors import CorruptError, InvalidArgumentError
 
-#: Most bytes of a job's file.
-MOST_BYTES = 4 << 20
+#: Most bytes of a script, and of a configuration.
+MOST_SCRIPT, MOST_CONFIGURATION = 4 << 20, 1 << 20
 
 
-def content(path: str) -> bytes:
+def content(path: str, most: int) -> bytes:
     """The bytes of a regular file, to which a link may lead.
 
     Raises:
@@ -21,21 +21,21 @@ def content(path: str) -> bytes:
         raise InvalidArgumentError(f"{path} is a directory; name a script, or a configuration in JSON")
     try:
         with _files.open_regular(os.path.realpath(path)) as file:
-            found = file.read(MOST_BYTES + 1)
+            found = file.read(most + 1)
     except FileNotFoundError:
         raise InvalidArgumentError(f"{path} does not exist; name a script, or a configuration in JSON") from None
     except (CorruptError, ValueError):
         raise InvalidArgumentError(f"{path!r} is no regular file; name a script, or a configuration in JSON") from None
     except OSError as error:
         raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}; run the doctor as a user who may read it") from None
-    if len(found) > MOST_BYTES:
-        raise InvalidArgumentError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a script, or a configuration in JSON")
+    if len(found) > most:
+        raise InvalidArgumentError(f"{path} has more than {most >> 20} MiB; name a script, or a configuration in JSON")
     return found
 
 
 def configuration(path: str) -> Any:
     """The value of a file of JSON, in which hjson allows comments if it is installed, as DeepSpeed has it."""
-    stored = content(path)
+    stored = content(path, MOST_CONFIGURATION)
     if not stored.strip():
         raise InvalidArgumentError(f"{path} is empty; write a configuration in JSON")
     try:
@@ -52,14 +52,14 @@ def configuration(path: str) -> Any:
         raise InvalidArgumentError(f"{path} is no JSON: {strict}; {cure}") from None
     try:
         _files.check_levels(stored)
-        found = hjson.loads(stored.decode())
-    except (ValueError, RecursionError, TypeError, AttributeError, IndexError):
+        return hjson.loads(stored.decode(), object_pairs_hook=_object)
+    except (CorruptError, ValueError, RecursionError, TypeError, AttributeError, IndexError):
         raise InvalidArgumentError(f"{path} is no JSON: {strict}; {cure}") from None
-    return _plain(found)
 
 
-def _plain(value: Any) -> Any:
-    """hjson has classes of its own."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [*map(_plain, value)] if isinstance(value, list) else value
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, which DeepSpeed refuses with a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CorruptError("a key twice in one object")
+    return found

@@ -42,22 +42,18 @@ def described(parameters: int) -> dict[str, int]:
     }
 
 
-def subgroup_of(parameters: int) -> int:
-    """The parameters of a subgroup, of which the planner takes 4096 at most."""
-    return max(10**8, parameters // 1000)
-
-
 def planned(found: Findings, model: str | Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
     """Lines about the savings, and the plan; None if the planner knows too little about the paths of the job.
 
     Raises:
         InvalidArgumentError: The planner refuses the model or an option."""
-    given = {"paths": found.directories, **found.plan, **options}
+    # The number of subgroups is limited.
+    passed = {"sub_group_size": max(10**8, model["parameters"] // 1000), **options} if isinstance(model, Mapping) else options
     try:
-        plan = plan_model(model, **given)
+        plan = plan_model(model, **{"paths": found.directories, **passed, **found.plan})
     except InvalidArgumentError as error:
-        # Without the paths of the job it refuses what the user has passed.
-        plan_model(model, **{**given, "paths": options.get("paths", ())})
+        # Without what the job says, it refuses what the user has passed.
+        plan_model(model, **passed)
         return [f"not planned: {str(error).removeprefix('plan_model: ')}"], None
     strategies = {row["strategy"]: row for row in plan["strategies"]}
     # With one path the planner has no row of its own for it.

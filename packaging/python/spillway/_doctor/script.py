@@ -87,7 +87,7 @@ def _torch_lines(name: str) -> Iterator[str]:
 
 
 def _parsed(path: str) -> ast.Module:
-    text = files.content(path)
+    text = files.content(path, files.MOST_SCRIPT)
     try:
         with warnings.catch_warnings():
             # Escapes of the script that Python does not know.

@@ -4,8 +4,8 @@ The directory is in /dev/shm, which is local to the machine and no disk: a tier 
 XDG_RUNTIME_DIR comes second, because processes of one user that were started in different ways may lack it. A directory that another user
 has made under this name is not used.
 
-A record names its process by number and start: a number alone may be that of another process by now. The numbers are those of a namespace
-of processes; a reader in another one cannot tell whether the process lives."""
+The name of a record has the number and the start of its process: a number alone may be that of another process by now. The numbers are
+those of a namespace of processes, which the name has too; a reader in another one cannot tell whether the process lives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .. import _files
 FORMAT = 1
 #: Most bytes of a record.
 MOST_BYTES = 1 << 20
-_RECORD = re.compile(r"(\d{1,10})-(\d{1,20})\.json")
+_RECORD = re.compile(r"(\d{1,10})-(\d{1,20})-(\d{1,20})\.json")
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -38,7 +38,11 @@ class Process(NamedTuple):
     @property
     def file(self) -> str:
         """The name of its record."""
-        return f"{self.number}-{self.start}.json"
+        return f"{self.number}-{self.start}-{self.namespace}.json"
+
+    def lives(self, here: int) -> bool | None:
+        """True if the process has not ended, seen from the namespace `here`; None: it is of another one, and that is not known."""
+        return None if self.namespace != here else start_of(self.number) == self.start
 
 
 def this_process() -> Process:
@@ -140,7 +144,6 @@ def read(folder: int, name: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) and record.get("format") == FORMAT else None
 
 
-def names(folder: int) -> list[tuple[int, int, str]]:
-    """The records of a directory: number and start of the process, and the name of the file."""
-    found = ((_RECORD.fullmatch(name), name) for name in os.listdir(folder))
-    return sorted((int(match[1]), int(match[2]), name) for match, name in found if match)
+def processes(folder: int) -> list[Process]:
+    """The processes with a record in a directory."""
+    return sorted(Process(*map(int, found.groups())) for found in map(_RECORD.fullmatch, os.listdir(folder)) if found)

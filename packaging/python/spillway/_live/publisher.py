@@ -4,7 +4,8 @@ The end of a step publishes, at most once a second: no thread does, so that ther
 A step that does not publish pays for two reads of a clock and a comparison. Publishing takes about a ten-thousandth of that second; it is
 therefore always on, and SPILLWAY_WATCH=0 turns it off. An optimizer is asked for its figures by the thread that steps it, and by no other.
 
-No failure here is one of the step: what cannot be published is tried again after a minute. A forked child begins with no figures."""
+No failure here is one of the step: what cannot be published is tried again after a minute. No error of a signal handler is lost. A forked
+child begins with no figures."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from contextlib import suppress
 from typing import Any
 
 from .. import _kept
+from ..errors import is_raised_within
 from . import place
 
 #: Seconds between two records, after a failure, and until the record of a dead process is removed.
 INTERVAL, AFTER_FAILURE, KEEPS_DEAD = 1.0, 60.0, 3600.0
+#: The code whose errors are no errors of the step. Those of other code are of a signal handler.
+_CODE = ("spillway", "torch", "contextlib", "json", "os", "posixpath", "genericpath", "weakref")
 _OFF = ("0", "no", "off", "false")
 #: Most letters of the command in a record.
 _MOST_COMMAND = 200
@@ -62,9 +66,12 @@ class Figures:
     def _ask(self, now: float) -> None:
         self._due = now + INTERVAL
         owner = self._owner()
-        # What a tier tells that a hook has closed is an error.
-        with suppress(Exception):
+        try:
             self._described = {} if owner is None else self._describe(owner)
+        except Exception as error:
+            # A hook may have closed a tier.
+            if not is_raised_within(error, _CODE):
+                raise
 
     def told(self) -> dict[str, Any]:
         """All figures."""
@@ -91,7 +98,9 @@ class Publisher:
             if os.environ.get("SPILLWAY_WATCH", "").strip().lower() in _OFF:
                 return
             self._write(json.dumps(self.record()).encode())
-        except Exception:
+        except Exception as error:
+            if not is_raised_within(error, _CODE):
+                raise
             self.due = now + AFTER_FAILURE
 
     def record(self) -> dict[str, Any]:
@@ -102,9 +111,6 @@ class Publisher:
             self._process = place.this_process()
         return {
             "format": place.FORMAT,
-            "pid": self._process.number,
-            "start": self._process.start,
-            "namespace": self._process.namespace,
             "time": time.time(),
             "command": " ".join(sys.argv)[:_MOST_COMMAND] or sys.executable,
             "optimizers": [found.told() for found in self.sources.list()],
@@ -121,21 +127,14 @@ class Publisher:
     def _collect(self, directory: str) -> None:
         """Removes what processes have left that were killed."""
         assert self._process is not None
-        with suppress(OSError), place.opened(directory) as folder:
-            for name in os.listdir(folder):
-                with suppress(OSError):
-                    age = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-                    if age > KEEPS_DEAD and self._is_dead(folder, name):
+        with place.opened(directory) as folder:
+            dead = [own.file for own in place.processes(folder) if own.lives(self._process.namespace) is False]
+            parts = [name for name in os.listdir(folder) if name.endswith(".part")]
+            for name in dead + parts:
+                # Others may do the same.
+                with suppress(FileNotFoundError):
+                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEEPS_DEAD:
                         os.unlink(name, dir_fd=folder)
-
-    def _is_dead(self, folder: int, name: str) -> bool:
-        if name.endswith(".part"):
-            return True
-        found = place.read(folder, name)
-        if found is None or self._process is None:
-            return False
-        number, start = found.get("pid"), found.get("start")
-        return found.get("namespace") == self._process.namespace and type(number) is int and place.start_of(number) != start
 
     def end(self) -> None:
         """Removes the record at the end of the program."""

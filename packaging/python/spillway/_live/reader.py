@@ -116,22 +116,30 @@ def _is_within(asked: str, job: str) -> bool:
 
 
 def _all() -> list[Record]:
-    found: dict[tuple[int, int], Record] = {}
+    found: dict[place.Process, Record] = {}
     now, own = time.time(), place.namespace()
     for directory in place.directories():
         with suppress(OSError), place.opened(directory) as folder:
-            for number, start, name in place.names(folder):
-                if (stored := place.read(folder, name)) is not None:
-                    lives = None if stored.get("namespace") != own else place.start_of(number) == start
-                    found[number, start] = _record(stored, number, start, lives, now)
+            for process in place.processes(folder):
+                if (stored := place.read(folder, process.file)) is not None:
+                    found[process] = _record(stored, process, process.lives(own), now)
     return [found[key] for key in sorted(found)]
 
 
-def _record(stored: dict[str, Any], number: int, start: int, lives: bool | None, now: float) -> Record:
+def _record(stored: dict[str, Any], process: place.Process, lives: bool | None, now: float) -> Record:
     optimizers = [one for one in _list(stored.get("optimizers")) if isinstance(one, dict)]
     told = _number(stored.get("time"))
     places = [place for one in optimizers for place in _list(one.get("directories")) if isinstance(place, str) and "\0" not in place]
-    return Record(number, start, _text(stored.get("command")), lives, max(0.0, now - told), told, [*map(_optimizer, optimizers)], places)
+    return Record(
+        process.number,
+        process.start,
+        _text(stored.get("command")),
+        lives,
+        max(0.0, now - told),
+        told,
+        [*map(_optimizer, optimizers)],
+        places,
+    )
 
 
 def _optimizer(stored: dict[str, Any]) -> Optimizer:

@@ -220,7 +220,7 @@ def test_usage_is_one_line(doctor):
 
 
 def test_a_terminal_gets_no_commands_from_a_configuration(doctor):
-    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/\x1b[2Jx\ny"}}}
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere/\x1b[2Jx\ny"}}}
     done = doctor(name="ds.json", text={**given, "optimizer": {"type": "\x1b[31m"}})
     assert done.stdout and "\x1b" not in done.stdout + done.stderr
 

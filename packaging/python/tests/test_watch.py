@@ -18,7 +18,7 @@ import time
 import pytest
 
 import spillway
-from spillway._live import place, prometheus, publisher, reader, screen
+from spillway._live import command, place, prometheus, publisher, reader, screen
 
 JOB = """
 import os, sys, time, torch, spillway.torch
@@ -346,7 +346,7 @@ def test_a_directory_that_others_may_use_is_not_used(records, fresh, planted, mo
     assert len(published(second)) == 1 and [record.pid for record in reader.find(str(os.getpid()))] == [os.getpid()]
 
 
-def test_a_full_or_missing_disk_is_no_failure_of_a_step(records, fresh, monkeypatch):
+def test_a_full_or_missing_disk_is_no_failure_of_a_step(records, fresh, monkeypatch, tmp_path):
     owner = Owner()
     figures = owner.figures()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -356,7 +356,7 @@ def test_a_full_or_missing_disk_is_no_failure_of_a_step(records, fresh, monkeypa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert figures.steps == 1 and os.listdir(records) == []
-    for missing in ("/proc/nothing", "/nowhere/nothing", "/dev/null/nothing", "/tmp/" + "x" * 300):
+    for missing in ("/proc/nothing", "/nowhere/nothing", "/dev/null/nothing", str(tmp_path / ("x" * 300))):
         monkeypatch.setattr(publisher, "_publisher", publisher.Publisher())
         monkeypatch.setattr(place, "directories", lambda: [missing])
         figures.stepped(0.0)
@@ -456,6 +456,10 @@ def test_rates_are_those_since_the_figures_before():
     later = one._replace(steps=12, seconds=9.0, exposed_seconds=1.4, paths=[path._replace(read_bytes=7 * 10**9, reading_seconds=3.0)])
     told = [line.text for line in screen.lines(record._replace(time=101.0, optimizers=[later]), record)]
     assert "step 12, last 500.0 ms, mean 2.0 s, exposed 200.0 ms a step" in told[1] and "read 4.00 GB/s, write idle" in told[3]
+    # A record that is shown again has the same rates.
+    seen = command._Seen()
+    shown = [[line.text for line in seen.lines([one])] for one in (record, record, *[record._replace(time=101.0, optimizers=[later])] * 2)]
+    assert shown[0] == shown[1] != shown[2] == shown[3] == told
     # A process that began anew has no figures before.
     told = [line.text for line in screen.lines(record._replace(time=101.0, start=2), record)]
     assert "mean 500.0 ms" in told[1]

@@ -65,15 +65,14 @@ def watch(given: Sequence[str]) -> int:
 
 
 def _watch(job: str, count: int, interval: float) -> int:
-    found, before, number = reader.find(job), dict[tuple[int, int], Any](), 0
+    found, seen, number = reader.find(job), _Seen(), 0
     if all(record.lives is False for record in found):
-        _show_plain(_lines(found, before))
+        _show_plain(seen.lines(found))
         return _NOT_FOUND
     with _screen() as show:
         while True:
             number += 1
-            show(_lines(found, before))
-            before.update({(record.pid, record.start): record for record in found})
+            show(seen.lines(found))
             if number == count or all(record.lives is False for record in found):
                 return _FOUND
             time.sleep(interval)
@@ -81,12 +80,25 @@ def _watch(job: str, count: int, interval: float) -> int:
                 found = reader.find(job)
             except NotFoundError:
                 # A process that ends by itself removes its record.
-                show([screen.Line(f"{', '.join(f'process {pid}' for pid, _ in before)} has ended", "head")])
+                show([screen.Line(f"{', '.join(f'process {pid}' for pid, _ in seen.records)} has ended", "head")])
                 return _FOUND
 
 
-def _lines(found: Sequence[reader.Record], before: Any) -> list[screen.Line]:
-    return [line for record in found for line in screen.lines(record, before.get((record.pid, record.start)))]
+class _Seen:
+    """What was shown of each process: rates are those between its last two records, of which one may be shown several times."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[int, int], tuple[reader.Record | None, reader.Record]] = {}
+
+    def lines(self, found: Sequence[reader.Record]) -> list[screen.Line]:
+        told: list[screen.Line] = []
+        for record in found:
+            key = record.pid, record.start
+            before, last = self.records.get(key, (None, None))
+            if last is None or last.time != record.time:
+                before, self.records[key] = last, (last, record)
+            told += screen.lines(record, before)
+        return told
 
 
 def _show_plain(lines: Sequence[screen.Line]) -> None:

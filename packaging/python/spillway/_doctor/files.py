@@ -10,6 +10,8 @@ from ..errors import CorruptError, InvalidArgumentError
 
 #: Most bytes of a script, and of a configuration.
 MOST_SCRIPT, MOST_CONFIGURATION = 4 << 20, 1 << 20
+#: Most letters of what a parser says, which may quote the file.
+_MOST_REASON = 200
 
 
 def content(path: str, most: int) -> bytes:
@@ -43,7 +45,7 @@ def configuration(path: str) -> Any:
     except RecursionError:
         raise InvalidArgumentError(f"{path} has too many levels; write a configuration in JSON") from None
     except ValueError as error:
-        strict = " ".join(str(error).split())
+        strict = " ".join(str(error).split())[:_MOST_REASON]
     cure = "write a configuration in JSON"
     try:
         import hjson
@@ -53,8 +55,9 @@ def configuration(path: str) -> Any:
     try:
         _files.check_levels(stored)
         return hjson.loads(stored.decode(), object_pairs_hook=_object)
-    except (CorruptError, ValueError, RecursionError, TypeError, AttributeError, IndexError):
-        raise InvalidArgumentError(f"{path} is no JSON: {strict}; {cure}") from None
+    except (CorruptError, ValueError, RecursionError, TypeError, AttributeError, IndexError) as error:
+        reason = " ".join(str(error).split())[:_MOST_REASON] or strict
+        raise InvalidArgumentError(f"{path} is no JSON, with comments or without: {reason}; {cure}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

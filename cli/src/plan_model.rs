@@ -1,6 +1,7 @@
 //! `spillway plan MODEL`: reads the model's description and the machine's figures, and prints the plan.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
@@ -72,6 +73,8 @@ struct Report<'a> {
     #[serde(flatten)]
     plan: &'a Plan,
     sources: &'a Sources,
+    /// How a program asks for each strategy, by its name.
+    calls: BTreeMap<&'static str, String>,
 }
 
 /// Plans `name` with these options.
@@ -101,7 +104,9 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
     }
     if json {
         // A program reads in the object that nothing fits.
-        return stdout::say_json(&Report { plan: &plan, sources: &found.sources });
+        let calls =
+            plan.strategies.iter().map(|outcome| (outcome.strategy.name(), plan_report::call(outcome)));
+        return stdout::say_json(&Report { plan: &plan, sources: &found.sources, calls: calls.collect() });
     }
     match options.machine.fit {
         Some(_) => stdout::say(&plan_report::fitting(&plan))?,

@@ -67,7 +67,7 @@ pub fn fitting(plan: &Plan) -> String {
 }
 
 /// The call that steps as a strategy does.
-fn call(outcome: &Outcome) -> String {
+pub fn call(outcome: &Outcome) -> String {
     let offload = |options: &str| {
         let flow = if outcome.weights_on_host > 0.0 { ", weights=\"flow\", device=\"cuda\"" } else { "" };
         format!("spillway.torch.offload(model, torch.optim.AdamW{options}{flow})")

@@ -108,6 +108,19 @@ fn doctor_finds_nothing_broken_here_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn doctor_of_the_machine_alone_tests_no_directory() {
+    let dir = empty_dir("doctor-machine");
+    let said = succeed(spillway().args(["doctor", "--json", "--machine-only"]).current_dir(&dir), TIMEOUT);
+    let report: Value = serde_json::from_str(&said).expect("it is JSON");
+    let findings = report["findings"].as_array().expect("findings");
+    assert!(findings.iter().any(|one| one["check"] == "kernel"));
+    assert!(findings.iter().all(|one| one.get("directory").is_none()), "{said}");
+    let refused = run(spillway().args(["doctor", "--machine-only", "--dir", "."]).current_dir(&dir), TIMEOUT);
+    assert!(refused.code == Some(2) && refused.stderr.contains("--dir"), "{}", refused.stderr);
+    assert_eq!(std::fs::read_dir(&dir).expect("the directory").count(), 0);
+}
+
+#[test]
 fn doctor_says_what_is_wrong_and_what_to_do() {
     let dir = empty_dir("doctor-wrong");
     let found = |environment: &[(&str, &str)], check: &str| {
@@ -187,6 +200,7 @@ fn plan_of_a_model_is_a_table_json_and_a_timeline() {
     let chosen = found.iter().find(|found| found["strategy"] == best).expect("the best");
     assert!(chosen["fits"] == true && chosen["seconds"]["step"].as_f64() > Some(1.0), "{chosen}");
     assert_eq!(report["sources"]["flops"], "assumed");
+    assert_eq!(report["calls"]["gpu"], "torch.optim.AdamW(model.parameters(), fused=True)");
 }
 
 #[test]

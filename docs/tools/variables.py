@@ -95,12 +95,19 @@ VARIABLES = [
     (LIBRARY, "SPILLWAY_CUDA_LIBRARY", "a file; default: `libcuda.so.1`", "The CUDA driver library."),
     (LIBRARY, "XDG_CACHE_HOME", "a directory; default: `.cache` in `HOME`", "The user's cache directory, for the profile."),
     (LIBRARY, "HOME", "a directory", "Used if `XDG_CACHE_HOME` is not set."),
-    (LIBRARY, "TMPDIR", "a directory; default: `/tmp`", "Holds these locks on a machine without `/dev/shm`."),
+    (LIBRARY, "TMPDIR", "a directory; default: `/tmp`", "Holds these locks, and the records of `watch`, on a machine without `/dev/shm`."),
+    (
+        LIBRARY,
+        "SPILLWAY_WATCH",
+        "`0` or `1`; default: `1`",
+        "`0`: the optimizers of the Python package publish no figures for `python -m spillway watch` and `metrics`.",
+    ),
     (
         LIBRARY,
         "XDG_RUNTIME_DIR",
         "a directory",
-        "Holds the locks with which processes take turns on a path, if the shared memory directory cannot hold them.",
+        "Holds the locks with which processes take turns on a path, and the records of `watch`, if the shared memory directory cannot hold "
+        "them.",
     ),
     (
         DEEPSPEED,

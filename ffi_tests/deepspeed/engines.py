@@ -304,7 +304,26 @@ def lasting_threads():
     return min(counts)
 
 
-CASES = {case.__name__: case for case in (destroyed, dropped, failed, beside, resumable, dead, superoffload, checkpoint, fifty)}
+def published(folder, _):
+    """The steps of engines, and of their tiers, are published."""
+    from spillway._live import publisher, reader
+
+    for place in ("cpu", "nvme"):
+        engine = make(folder, place)
+        step(engine, 2)
+        publisher._publisher.publish(0.0)
+        (record,) = reader.find(str(os.getpid()))
+        told = {one.kind: one for one in record.optimizers}
+        assert (told["DeepSpeed engine"].steps, told["DeepSpeed engine"].where) == (2, "ZeRO stage 3"), told
+        tiers = [one for one in record.optimizers if one.paths]
+        assert [(one.steps, one.paths[0].health) for one in tiers] == ([(2, "healthy")] if place == "nvme" else []), tiers
+        del record, told, tiers
+        engine.destroy()
+        del engine
+        gc.collect()
+
+
+CASES = {case.__name__: case for case in (destroyed, dropped, failed, beside, resumable, dead, superoffload, checkpoint, fifty, published)}
 
 if __name__ == "__main__":
     sys.exit(main())

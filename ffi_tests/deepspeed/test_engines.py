@@ -34,7 +34,7 @@ def test_engines_close_what_they_opened(case, name, parameters):
     case(name, parameters)
 
 
-@pytest.mark.parametrize("name", ["resumable", "dead", "superoffload"])
+@pytest.mark.parametrize("name", ["resumable", "dead", "superoffload", "published"])
 def test_engines_keep_and_remove_what_they_should(case, name):
     case(name, "")
 

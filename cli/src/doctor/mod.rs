@@ -21,6 +21,9 @@ pub struct Options {
     /// A directory for offloaded state; may be repeated. A few MiB are written there and removed.
     #[arg(long = "dir", default_value = ".")]
     directories: Vec<PathBuf>,
+    /// Tests no directory, and writes nothing.
+    #[arg(long, conflicts_with = "directories")]
+    machine_only: bool,
     /// Prints one JSON object instead of text.
     #[arg(long)]
     json: bool,
@@ -75,11 +78,12 @@ struct Report {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    let progress = Progress::new(1 + options.directories.len());
+    let directories = if options.machine_only { &[][..] } else { &options.directories };
+    let progress = Progress::new(1 + directories.len());
     progress.begin("testing kernels, threads, memory and GPU");
     let mut findings = machine::findings();
     progress.end();
-    for directory in &options.directories {
+    for directory in directories {
         progress.begin(&format!("testing files in {}", directory.display()));
         let about = |finding| Finding { directory: Some(directory.clone()), ..finding };
         findings.extend(storage::findings(directory).into_iter().map(about));

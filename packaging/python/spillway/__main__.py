@@ -3,6 +3,9 @@
 spillway                   what this installation serves: library, machine, frameworks
 spillway preload-path      the preload library: LD_PRELOAD=$(spillway preload-path) program
 spillway library-path      libspillway.so, as this package loads it
+spillway doctor JOB        what of a job it serves: a script, a DeepSpeed configuration, or --torch; see `spillway._doctor`
+spillway watch DIR|PID     shows live what a running job does: steps, exposed seconds, paths, commits, memory
+spillway metrics DIR|PID   the same once, in Prometheus' text format
 spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them
 
 The report trains nothing and imports no framework: their versions are read from their packages."""
@@ -34,7 +37,23 @@ def _main() -> int:
     elif len(sys.argv) == 1:
         return _report()
     else:
-        _run_tool(sys.argv[1:])
+        return _run_command(sys.argv[1], sys.argv[2:])
+    return 0
+
+
+def _run_command(command: str, arguments: list[str]) -> int:
+    """Runs a command of this package, or else one of the tool, which takes the place of this process."""
+    # Here: the other commands must be fast.
+    if command == "doctor":
+        from ._doctor import command as doctor
+
+        if doctor.concerns_a_job(arguments):
+            return doctor.run(arguments)
+    elif command in ("watch", "metrics"):
+        from ._live import command as live
+
+        return live.watch(arguments) if command == "watch" else live.metrics(arguments)
+    _run_tool([command, *arguments])
     return 0
 
 

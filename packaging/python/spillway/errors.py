@@ -15,6 +15,7 @@ Python's own rules keep Python's exceptions: a `TypeError` for a call with unkno
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -252,12 +253,17 @@ _BY_STATUS.update(
 def is_own(error: BaseException) -> bool:
     """True for an error of this package that no code of the program has raised or passed on since, such as a signal handler. Call it where
     the error is caught."""
-    at, package = error.__traceback__, __name__.partition(".")[0]
+    return isinstance(error, SpillwayError) and is_raised_within(error, (__name__.partition(".")[0],))
+
+
+def is_raised_within(error: BaseException, packages: Iterable[str]) -> bool:
+    """True if no other code than that of these packages has raised an error, or passed it on since. Call it where the error is caught."""
+    at = error.__traceback__
     while at is not None:
-        if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] != package:
+        if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in packages:
             return False
         at = at.tb_next
-    return isinstance(error, SpillwayError)
+    return True
 
 
 class OwnSuppressed:

@@ -16,6 +16,7 @@ import logging
 import os
 import struct
 import tempfile
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from . import _abi, _files, _ranks, _values
 from ._commit import Commit
+from ._live.publisher import Figures
 from ._snapshot import Exported, Snapshot, part_name, processes_of
+from ._timeline import span
 from .errors import CorruptError, InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -304,6 +307,7 @@ class Tiered:
         found: Callable[[Record | None], object] = lambda record: None,
     ):
         self.by, self.place, self._user = by, place, user
+        self._figures = Figures(user, self, Tiered._told)
         self.directory = place.directory
         self.committed: Record | None = None
         self.commits, self.changes_made, self.changed, self.failed = 0, 0, False, False
@@ -430,14 +434,44 @@ class Tiered:
         if not self.is_own:
             # The handles refuse the step, and the group belongs to the parent process.
             return work()
+        begun = time.perf_counter()
         cure = "; this rank has stepped, so call rollback() in all processes"
-        found, counts = self.place.exchanged(work, lambda _: count(), call="step()", cure=cure)
+        with span("tier.step"):
+            found, counts = self.place.exchanged(work, lambda _: count(), call="step()", cure=cure)
         if differ := _ranks.differences(counts):
             raise OutOfOrderError(
                 f"{self._user}: the processes have different numbers of steps: {differ}; call rollback() in all of them, or make the "
                 f"{self._user} of all of them again"
             )
+        self._figures.stepped(begun)
         return found
+
+    def _told(self) -> dict[str, Any]:
+        """The figures of the tier that are published."""
+        swap, place = self._handles.swap, self.place
+        given = (path.directory for path in place.paths if path.directory is not None and not _is_remote(path.directory))
+        of_swap: dict[str, Any] = {}
+        if isinstance(swap, Swap):
+            of_swap = {"exposed_seconds": swap.stats().exposed_seconds, "memory": {"host": {"buffers": swap.budget.host_bytes}}}
+        paths = [
+            {
+                "name": path.directory,
+                "health": path.health,
+                "read_bytes": path.read_bytes,
+                "written_bytes": path.written_bytes,
+                "reading_seconds": path.reading_seconds,
+                "writing_seconds": path.writing_seconds,
+            }
+            for path in self.tier.paths()
+        ]
+        return {
+            "where": f"tier {place.job}, rank {place.rank} of {place.world}",
+            "directories": [os.path.join(os.path.abspath(directory), place.job) for directory in given],
+            "paths": paths,
+            "commits": self.commits,
+            "committed_step": self.committed_step,
+            **of_swap,
+        }
 
     def commit(self, prepare: Callable[[], Prepared], wait: bool = True) -> Commit | None:
         """Makes the states durable; returns after all processes have committed. Every process calls it.

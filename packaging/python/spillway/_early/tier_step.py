@@ -5,9 +5,10 @@ Before the verdict nothing is final: each error, and each access to the states, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._timeline import span
 from ..errors import OwnSuppressed
 from ..optim import Adam
 from ..swap import SwapUpdate
@@ -39,6 +40,11 @@ class TierStep(Round[int]):
         if update is not None and update._is_open():
             return update
         return swap.begin(Adam(lr=0.0), speculative=True, restore=False)
+
+    def submit(self, bucket: int, events: Sequence[Any], send: Callable[..., Any], *arguments: Any) -> None:
+        """Submits a subgroup, as of the base."""
+        with span("tier.submit", bucket):
+            super().submit(bucket, events, send, *arguments)
 
     def abandon(self) -> None:
         """Ends the update. Without a verdict its steps are rolled back: the states are those before the step, and what is left of it
@@ -76,8 +82,10 @@ class TierStep(Round[int]):
             # finish() ends a step that has failed, and raises its error.
             with OwnSuppressed():
                 for subgroup in update.published():
-                    weights.give(subgroup)
-            update.finish()
+                    with span("tier.publish", subgroup):
+                        weights.give(subgroup)
+            with span("tier.finish"):
+                update.finish()
         if update._ended == 0:
             weights.give_all()
         if not status and update._ended is not None:

@@ -7,12 +7,23 @@ import contextlib
 import os
 import random
 import sys
+import time
 
 from .. import _ranks
+from .._live.publisher import Figures
 from ..errors import InvalidArgumentError
 from . import _checkpoints, _lifetime, _stage3, _stage3_methods, _versions
 
+_FIGURES = "_spillway_figures"
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def _figures(engine):
+    """The figures of an engine's steps that are published; a tier publishes its own beside them."""
+    if _FIGURES not in engine.__dict__:
+        stage = engine.zero_optimization_stage()
+        engine.__dict__[_FIGURES] = Figures("DeepSpeed engine", engine, lambda _: {"where": f"ZeRO stage {stage}"})
+    return engine.__dict__[_FIGURES]
 
 
 def overrides(engine_type):
@@ -52,8 +63,10 @@ def overrides(engine_type):
             return own_optimizer(self, *arguments, **named)
 
     def step(self, *arguments, **named):
-        before = self.global_steps
+        before, begun = self.global_steps, time.perf_counter()
         own_step(self, *arguments, **named)
+        if self.global_steps != before:
+            _figures(self).stepped(begun)
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is not None and swapper.settings.resume and self.global_steps != before:
             interval = swapper.settings.commit_interval

@@ -12,6 +12,8 @@ A signal handler may raise between any two bytecodes, also after the library has
 from __future__ import annotations
 
 import ctypes
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -22,6 +24,7 @@ import torch
 from .. import _abi, _native
 from .._commit import Commit
 from .._groups import Rule, is_torchs
+from .._live.publisher import Figures
 from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from .._written import facts
@@ -297,6 +300,10 @@ def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [facts(tensor) for tensor in tensors]
 
 
+def _nothing() -> None:
+    """There is no table."""
+
+
 class Memory(Home):
     """States in host memory; arguments as for Home.
 
@@ -320,6 +327,26 @@ class Memory(Home):
         self._noted: dict[torch.Tensor, Note] = {}
         #: Low bits that were settled since the last step.
         self._aside: dict[torch.Tensor, Aside] = {}
+        #: What is published; None before the first step, because a home that was not used can be pickled.
+        self._figures: Figures | None = None
+        #: The bytes of the states, and the table that has them.
+        self._bytes: tuple[Callable[[], Table | None], dict[str, int]] = (_nothing, {})
+
+    def together(self, work: Callable[[], None]) -> None:
+        """As of the base."""
+        begun = time.perf_counter()
+        work()
+        if self._figures is None:
+            self._figures = Figures(self.name, self, Memory._told)
+        self._figures.stepped(begun)
+
+    def _told(self) -> dict[str, Any]:
+        """The figures that are published. States are in the table of the last step, and are counted once for each table."""
+        table, (known, sizes) = self._table, self._bytes
+        if table is not None and table is not known():
+            sizes = table.state_bytes()
+            self._bytes = weakref.ref(table), sizes
+        return {"where": "states in host memory", "memory": {"host": sizes}}
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> Table:
         """The table of the present tensors."""

@@ -34,6 +34,11 @@ LOW = "master_low"
 _MASTERS = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
 
 
+def kind_of(name: str) -> str:
+    """What a state is in a report of memory, by its name."""
+    return "masters" if name in (MASTER, LOW) else "moments"
+
+
 class Precision(NamedTuple):
     """The dtypes that an optimizer was constructed with."""
 

@@ -26,7 +26,7 @@ from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
 from ..errors import InvalidArgumentError, SpillwayError, is_own
 from ._low_bits import Note, pointer_to
-from ._states import LOW, is_count
+from ._states import LOW, is_count, kind_of
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.
@@ -96,6 +96,15 @@ class Table:
         self._load: Any = None
         self._refreshed = 0
         self._call = getattr(_native.library(), f"spw_{rule.c_name}_step")
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the states, by kind."""
+        found = {"moments": 0, "masters": 0}
+        for state in self._states:
+            for name, value in state.items():
+                if name != "step" and isinstance(value, torch.Tensor):
+                    found[kind_of(name)] += value.nbytes
+        return found
 
     def _cut(self, states: Any, rows: list[Row]) -> list[Slice]:
         params = [param for params in self._lists for param in params]

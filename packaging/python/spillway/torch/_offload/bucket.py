@@ -46,13 +46,14 @@ class Bucket:
     """Parameters that are stepped together; `place` is its place in the lane. Tensors of more than `most` bytes are divided.
 
     Attributes:
+        number: Its place among all buckets of its plan.
         portions: What the engine steps in one call each.
         stays: The bucket is in the tail.
         speculation: The engine of a bucket that is not.
         steps_early: The engine steps it before the verdict."""
 
     def __init__(self, lane: Any, place: int, slots: list[Slot], most: int):
-        self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
+        self.lane, self.place, self.slots, self.submitted, self.stays, self.number = lane, place, slots, False, False, place
         self.speculation: Any = None
         self.steps_early = False
         self._params = [slot.param for slot in slots]

@@ -9,7 +9,7 @@ import torch
 
 from ... import _pinned
 from ...errors import InvalidArgumentError
-from .._states import LOW, MASTER, Precision
+from .._states import Precision, kind_of
 from .._tensors import local
 from .slot import Slot, elements_of, state_dtypes
 
@@ -47,7 +47,7 @@ def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, in
         found["gradients"] += elements * param.element_size()
         found["weights"] += elements * param.element_size()
         for name, dtype in state_dtypes(param, precision).items():
-            found[_kind(name)] += elements_of(name, elements) * dtype.itemsize
+            found[kind_of(name)] += elements_of(name, elements) * dtype.itemsize
     return found
 
 
@@ -85,12 +85,8 @@ def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
         for name, part in slot.parts.items():
             if name != "step":
                 where = host if part.is_cpu else device
-                where[_kind(name)] += part.nbytes
+                where[kind_of(name)] += part.nbytes
     return Memory(host, {"second copies": sum(second.nbytes() for second in seconds), **device})
-
-
-def _kind(name: str) -> str:
-    return "masters" if name in (MASTER, LOW) else "moments"
 
 
 def _size(size: int) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,9 @@ from ... import _abi
 from ..._early.arrivals import tell
 from ..._early.decision import Decision
 from ..._groups import TORCHS
+from ..._live.publisher import Figures
 from ..._tail_search import AskedTail, is_tail
+from ..._timeline import span
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from ...swap import UNROUNDED
 from .. import _norm
@@ -236,6 +239,8 @@ class Offloaded(torch.optim.Optimizer):
         self._verdict_due: Callable[[], Any] | None = None
         self._settling = threading.RLock()
         self._next: Any = None
+        self._figures = Figures(f"offload, {own.__name__}", self, Offloaded._told)
+        self._memory_told: tuple[Any, Memory] = None, Memory({}, {})
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
         self._parts()
         if verdict == "forward":
@@ -343,7 +348,8 @@ class Offloaded(torch.optim.Optimizer):
             return
         if not bucket.is_as_stepped(self._states):
             return self._interrupt()
-        bucket.take(marked=True)
+        with span("offload.take", bucket.number):
+            bucket.take(marked=True)
         if self._decision.steps_early:
             if not plan.is_open:
                 # The lanes are those of the groups of the last step.
@@ -382,9 +388,22 @@ class Offloaded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        without_gradients(self._step)
+        begun = time.perf_counter()
+        with span("offload.step"):
+            without_gradients(self._step)
         self._decision.waits = False
+        self._figures.stepped(begun)
         return result
+
+    def _told(self) -> dict[str, Any]:
+        """The figures that are published. The memory changes with the parameters and the tail only, and is counted once for them."""
+        known, found = self._memory_told
+        now = (len(self._slots), len(self._states), self.tail, None if self._plan is None else id(self._plan))
+        if now != known:
+            found = self.memory()
+            self._memory_told = now, found
+        where = "states in host memory" if not self.tail else f"states in host memory, {self.tail} buckets on the device"
+        return {"where": where, "exposed_seconds": self.exposed_seconds(), "memory": found._asdict()}
 
     def _step(self) -> None:
         # The processes that wait for this one's norm.
@@ -481,7 +500,8 @@ class Offloaded(torch.optim.Optimizer):
         for bucket in plan.buckets:
             # Those of a submitted bucket were compared by `stands`.
             if not bucket.submitted and not bucket.is_current():
-                bucket.take(marked=False)
+                with span("offload.take", bucket.number):
+                    bucket.take(marked=False)
         if not plan.is_open:
             plan.begin(numbers, self._all_options(plan, numbers, scale), self._limit)
         self._scale = scale

@@ -21,6 +21,7 @@ from typing import Any
 from ... import _abi
 from ..._early.arrivals import Arrivals
 from ..._early.round import Round
+from ..._timeline import span
 from ..._written import changed
 from ...errors import OutOfOrderError, OwnSuppressed, TimedOutError
 from ...optim import Adam
@@ -189,6 +190,8 @@ class Plan:
                 self.engines.append(Engine(own, [bucket for bucket in buckets if (bucket in early) is steps_early], steps_early))
         self._layout = self._layout_of(self.slots, numbers)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
+        for number, bucket in enumerate(self.buckets):
+            bucket.number = number
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self._numbers: Sequence[int] = numbers
         self.is_open = False
@@ -250,14 +253,18 @@ class Plan:
         bucket.submitted = True
         if bucket.stays:
             return
+        with span("offload.submit", bucket.number):
+            self._send(bucket)
+        if early and bucket.steps_early and self._makes_second(bucket):
+            self._stepping += ((bucket, portion) for portion in bucket.portions)
+            self._bring()
+
+    def _send(self, bucket: Bucket) -> None:
         for portion in bucket.portions:
             # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
             self.round.submit(bucket, fences, bucket.submit, portion)
             self._publishing.clear()
-        if early and bucket.steps_early and self._makes_second(bucket):
-            self._stepping += ((bucket, portion) for portion in bucket.portions)
-            self._bring()
 
     def _makes_second(self, bucket: Bucket) -> bool:
         """Makes memory for the second copies of a bucket's weights; False if a device has too little."""
@@ -348,7 +355,8 @@ class Plan:
         stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)
         # Then those that were submitted last: the engine completes them first.
         for bucket in (*filter(_stays, self.buckets), *reversed(self.round.submitted)):
-            places[bucket] = bucket.publish(stands, self._waiting)
+            with span("offload.publish", bucket.number):
+                places[bucket] = bucket.publish(stands, self._waiting)
             if not bucket.stays:
                 self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
         # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
@@ -410,7 +418,8 @@ class Plan:
         """The caller waits for buckets."""
         begun = time.perf_counter()
         try:
-            yield
+            with span("offload.wait"):
+                yield
         finally:
             self._exposed += time.perf_counter() - begun
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..._timeline import span
 from .._tensors import lasting
 from .chunk import Chunk, Entry, divided
 from .home import Home
@@ -93,7 +94,8 @@ class Flow:
                 if following is not None:
                     self.home.begin(following.chunk)
                 job.lane.arrive(job.event)
-                self._step(job, step)
+                with span("staged.chunk", number):
+                    self._step(job, step)
                 done, leaving, present = leaving, job, None
                 if done is not None:
                     self._end(done)

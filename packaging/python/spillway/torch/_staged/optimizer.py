@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import torch
 
 from ..._commit import Commit
+from ..._live.publisher import Figures
 from ..._snapshot import Snapshot
 from ...errors import InvalidArgumentError, UnsupportedError
 from ...tiered import mapped
@@ -152,6 +154,8 @@ class Staged(torch.optim.Optimizer):
         self._check_groups()
         self._home = Home() if tier is None else OnTier(tier, f"{cls.__module__}.{cls.__qualname__}", self._trained, chunk_bytes)
         self._flow = Flow(self._home, chunk_bytes, self._name_of)
+        # A tier publishes its own.
+        self._figures = Figures(f"Staged, {cls.__name__}", self, Staged._told) if tier is None else None
         try:
             if isinstance(self._home, OnTier):
                 self._begin(self._home)
@@ -200,8 +204,16 @@ class Staged(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        begun = time.perf_counter()
         self._home.together(self._step_once)
+        if self._figures is not None:
+            self._figures.stepped(begun)
         return loss
+
+    def _told(self) -> dict[str, Any]:
+        """The figures that are published."""
+        memory = {"host": {"chunks": self._home.host_bytes(self._flow.chunks)}, "device": {"chunks": self._flow.most}}
+        return {"where": "states in host memory", "memory": memory}
 
     @_alone
     def _step_once(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import spillway
 import spillway.torch
+from spillway.torch._codes import decoded
 from spillway.torch._copies import HostLink
 
 #: Parameters on the CPU do not overlap unless the program asks for it.
@@ -123,7 +124,7 @@ def training(seed, make):
         heard(optimizer.settle)
     state = optimizer.state_dict()["state"]
     tensors = [p.detach() for p in model.parameters()]
-    tensors += [state[key][name] for key in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
+    tensors += [decoded(state[key])[name] for key in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
     return (seen, verdicts), tensors
 
 

@@ -226,8 +226,6 @@ def test_a_nan_is_seen_in_its_block_alone() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"undo": True}, "8-bit moments cannot be rolled back"),
-        ({"tier": "/nowhere"}, 'moment_dtype="int8" cannot be combined with tier'),
         ({"moment_dtype": "int4"}, "moment_dtype is 'int4'"),
         ({"moment_dtype": torch.int8}, "moment_dtype is torch.int8"),
         ({"moment_rounding": "up"}, "moment_rounding is 'up'"),

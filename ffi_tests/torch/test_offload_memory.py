@@ -15,9 +15,8 @@ import spillway.torch as own
 from spillway.errors import InvalidArgumentError
 from spillway.optim import Adam
 from spillway.recording import Recording
-from spillway.torch._offload.bucket import LOG_BYTES
 from spillway.torch._offload.memory import needed
-from spillway.torch._states import Precision
+from spillway.torch._states import LOG_BYTES, Precision
 
 BF16 = torch.bfloat16
 ELEMENTS = 8 * 1000

@@ -232,9 +232,8 @@ def test_parameters_with_and_without_masters_in_any_order():
         (lambda p: own.Lion(p, **STOCHASTIC), "is for Adam and AdamW"),
         (lambda p: own.AdamW(p, rounding_seed=-1, **STOCHASTIC), "rounding_seed is -1"),
         (lambda p: own.AdamW(p, master="bf16"), "master is 'bf16'"),
-        (lambda p: own.AdamW(p, master="split", undo=True), "a step of split masters cannot be rolled back"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):

@@ -22,7 +22,7 @@ from .. import _log
 from .._commit import Commit
 from .._groups import Rule
 from .._snapshot import Snapshot
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ..errors import InvalidArgumentError, SpillwayError
 from . import _norm
 from ._home import Home, Memory
 from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
@@ -70,13 +70,6 @@ def scaler_of(optimizer: Any) -> tuple[float, bool]:
     """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)
-
-
-def _check_undo(name: str, undo: bool, precision: Precision) -> None:
-    if undo and precision.coded:
-        raise UnsupportedError(f'{name}: a step of 8-bit moments cannot be rolled back; pass undo=False or moment_dtype="bf16"')
-    if undo and precision.master == "split":
-        raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
 
 
 class SpillwayOptimizer(torch.optim.Optimizer):
@@ -170,7 +163,6 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         check_keywords(name, max_norm, process_group, flags, memory_budget)
         self.__dict__.update(max_norm=max_norm, process_group=process_group, skip_nonfinite=skip_nonfinite, undo=undo)
         dtypes = Precision.of(name, rule.c_name == "adam", **precision)
-        _check_undo(name, undo, dtypes)
         for param, state in self.state.items():
             dtypes.cast(param, state, state, list(dtypes.rule_of(rule).keys))
         if tier is not None:
@@ -203,7 +195,6 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             kind, **{"max_norm": None, "process_group": None, **({} if flags else {name: value})}, flags=flags, memory_budget=None
         )
         if name == "undo" and value:
-            _check_undo(kind, value, self._home.precision)
             self._home.check_undo()
         for one in (self,) if own is None else (self, own):
             one.__dict__[name] = value

@@ -32,8 +32,6 @@ from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
 
-#: Most bytes of log for an element that is stepped before the verdict.
-LOG_BYTES = 13
 #: Elements of a master in host memory that are compared at once: their temporary copies are small beside the states.
 _AT_ONCE = 1 << 18
 _data_ptr = torch.Tensor.data_ptr
@@ -326,9 +324,9 @@ class Bucket:
         steps = [slot.parts["step"] for slot in self.slots]
         torch._foreach_copy_(steps, [torch.full_like(steps[0], number)] * len(steps))
 
-    def log_bytes(self) -> int:
+    def log_bytes(self) -> float:
         """Bytes of the log of a step before the verdict."""
-        return LOG_BYTES * sum(slot.size for slot in self.slots)
+        return sum(slot.precision.log_bytes * slot.size for slot in self.slots)
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""

@@ -106,8 +106,9 @@ def offload(
             where an update is below half a unit of their last place.
         rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
         master: "f32": a 16-bit parameter has a float32 master in its state. "split": the master of a bfloat16 parameter is the
-            parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward,
-            and the step follows the verdict, because it cannot be rolled back.
+            parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward.
+            With it, and with "int8", a step starts before its verdict only with `overlap=True`, or with a `host_memory` that has room:
+            its log has the size of master and moments.
         host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
             More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with at
             most 13 bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
@@ -562,11 +563,12 @@ class Offloaded(torch.optim.Optimizer):
         return local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
 
     def _log_bytes(self, live: Sequence[Slot]) -> float:
-        """Bytes for the logs of steps before the verdict. A step that waits for it in `step()` needs none."""
-        if not self._precision.recorded or not (self._waits_in_forward or any(map(self._overlaps, live))):
+        """Bytes for the logs of steps before the verdict. A step that waits for it in `step()` needs none. The log of states that are
+        chosen for their few bytes is as large as they are: it needs `overlap=True`, or a limit that says what there is."""
+        if not (self._waits_in_forward or any(map(self._overlaps, live))):
             return 0.0
         if self._host_memory is None:
-            return math.inf
+            return 0.0 if self._precision.keeps_values and self.overlap is not True else math.inf
         return max(0.0, self._host_memory - sum(needed(self._trained(), self._precision).values()))
 
     @property

@@ -378,6 +378,49 @@ fn only(param: &mut [f32]) -> States<'_> {
     States { param: FloatsMut::F32(param), exp_avg: None, exp_avg_sq: None }
 }
 
+fn recorded<'a>(
+    param: &'a mut [f32],
+    codes: &'a mut [Owned; 2],
+    grad: &'a [f32],
+    log: &'a mut [u8],
+) -> Tensor<'a> {
+    let tensor = Tensor::new(only(param), Floats::F32(grad), None).unwrap();
+    let codes = codes.each_mut().map(|codes| Some(codes.lend()));
+    tensor.with_codes(codes).unwrap().with_log(log).unwrap()
+}
+
+/// A recorded step is rolled back to every bit, and repeated with another factor.
+#[test]
+fn a_recorded_step_is_rolled_back_and_repeated() {
+    let rule = AdamRule { stochastic: Some(KEY), ..adam_rule(WeightDecay::Decoupled) };
+    for n in [1, 31, 33, 4097, CHUNK] {
+        let grad = values(n, false, 4, false);
+        let start = values(n, false, 1, false);
+        for kernel in kernels() {
+            let moments = [(Moment::First, 2, false), (Moment::Second, 3, true)];
+            let before = moments
+                .map(|(moment, seed, positive)| Owned::of(kernel, moment, &values(n, false, seed, positive)));
+            let mut log = vec![0; log_bytes(n)];
+            let (mut param, mut codes) = (start.clone(), before.clone());
+            rule.step(kernel, recorded(&mut param, &mut codes, &grad, &mut log), false).unwrap();
+            assert_ne!(param, start);
+            rule.undo(kernel, recorded(&mut param, &mut codes, &grad, &mut log), None).unwrap();
+            let same = |one: &[Owned; 2], other: &[Owned; 2]| {
+                one.iter()
+                    .zip(other)
+                    .all(|(one, other)| one.codes == other.codes && one.scales == other.scales)
+            };
+            assert!(param == start && same(&codes, &before), "{} {n}", kernel.name());
+            rule.step(kernel, recorded(&mut param, &mut codes, &grad, &mut log), false).unwrap();
+            rule.undo(kernel, recorded(&mut param, &mut codes, &grad, &mut log), Some(0.25)).unwrap();
+            let (mut expected, mut moments) = (start.clone(), before.clone());
+            let other = recorded(&mut expected, &mut moments, &grad, &mut log);
+            AdamRule { grad_scale: 0.25, ..rule }.step(kernel, other, false).unwrap();
+            assert!(param == expected && same(&codes, &moments), "{} {n}", kernel.name());
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_by_name() {
     let n = 64;
@@ -390,16 +433,19 @@ fn what_cannot_be_done_is_refused_by_name() {
     let error = tensor.with_codes([Some(first.lend()), Some(second.lend())]).unwrap_err().to_string();
     assert!(error.contains("exp_avg_sq") && error.contains("63 codes"), "{error}");
 
+    // Without a log, and with one that has no values.
     let mut second = Owned::zeros(n);
     let mut log = vec![0; log_bytes(n)];
-    let rule = adam_rule(WeightDecay::None);
-    let tensor = Tensor::new(only(&mut param), Floats::F32(&grad), None).unwrap();
-    let tensor = tensor.with_codes([Some(first.lend()), Some(second.lend())]).unwrap();
-    let error = rule.step(kernel, tensor.with_log(&mut log).unwrap(), false).unwrap_err().to_string();
-    assert!(error.contains("8-bit moments") && error.contains("recorded"), "{error}");
-    let tensor = Tensor::new(only(&mut param), Floats::F32(&grad), None).unwrap();
-    let tensor = tensor.with_codes([Some(first.lend()), Some(second.lend())]).unwrap();
-    assert!(rule.undo(kernel, tensor, None).is_err());
+    for log in [None, Some(&mut log)] {
+        let tensor = Tensor::new(only(&mut param), Floats::F32(&grad), None).unwrap();
+        let tensor = tensor.with_codes([Some(first.lend()), Some(second.lend())]).unwrap();
+        let tensor = match log {
+            Some(log) => tensor.with_log(log).unwrap(),
+            None => tensor,
+        };
+        let error = adam_rule(WeightDecay::None).undo(kernel, tensor, None).unwrap_err().to_string();
+        assert!(error.contains("8-bit moments") && error.contains("from a log only"), "{error}");
+    }
 
     let mut moments = [vec![0.0; n], vec![0.0; n]];
     let [m, v] = &mut moments;

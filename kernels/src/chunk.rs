@@ -75,7 +75,9 @@ impl Optimizer for AdamRule {
 
     fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
         let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
-        keep_values::<AdamRule>(kernel, &mut tensor)?;
+        if tensor.keeps_values() {
+            keep_values::<AdamRule>(kernel, &mut tensor)?;
+        }
         if tensor.has_codes() {
             let random = RandomBits::new(key, tensor.first());
             return step_of_codes(
@@ -107,21 +109,36 @@ impl Optimizer for AdamRule {
 }
 
 fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+    // One question for most tensors: a call of many small ones pays for each.
+    if !tensor.keeps_values() {
+        return step_plain(kernel, rule, tensor, squares);
+    }
     keep_values::<R>(kernel, &mut tensor)?;
     match tensor.has_codes() {
         true => step_of_codes(kernel, rule, tensor, squares, None),
-        false => step_plain(kernel, rule, tensor, squares),
+        false => step_without_codes(kernel, rule, tensor, squares),
     }
 }
 
-/// Steps a tensor without 8-bit moments.
+/// Steps a tensor without 8-bit moments, which may have a split master.
+fn step_without_codes<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    mut tensor: Tensor<'_>,
+    squares: bool,
+) -> Result<f64> {
+    if !tensor.is_split() {
+        return step_plain(kernel, rule, tensor, squares);
+    }
+    check::<R>(&tensor)?;
+    step_of_split(kernel, rule, &mut tensor, squares)
+}
+
+/// Steps a tensor without 8-bit moments and split master.
 #[inline(always)]
 fn step_plain<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;
     take_copy(kernel, &mut tensor);
-    if tensor.is_split() {
-        return step_of_split(kernel, rule, &mut tensor, squares);
-    }
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)
@@ -144,7 +161,7 @@ fn step_of_codes<R: Arithmetic>(
     if tensor.has_shadow() {
         return Err(codes_stand_alone());
     }
-    codes::step(kernel, tensor, random, |tile| step_plain(kernel, rule, tile, squares))
+    codes::step(kernel, tensor, random, |tile| step_without_codes(kernel, rule, tile, squares))
 }
 
 fn step_of_split<R: Arithmetic>(
@@ -184,9 +201,8 @@ fn check<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
 }
 
 /// Before a recorded step that no formula inverts: keeps the old values in the log.
-#[inline(always)]
 fn keep_values<R: Arithmetic>(kernel: Kernel, tensor: &mut Tensor<'_>) -> Result<()> {
-    if !tensor.has_log() || !tensor.keeps_values() {
+    if !tensor.has_log() {
         return Ok(());
     }
     check::<R>(tensor)?;

@@ -124,6 +124,7 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
         7 => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
         8 => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
+        _ if raw.low_sums.is_null() => return None,
         _ => return range_of_bytes(tensor, span, raw.low_sums.addr(), bytes_of_sums(raw.n)),
     };
     range_of(tensor, span, address, dtype, raw.n)

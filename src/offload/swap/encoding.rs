@@ -18,7 +18,6 @@
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 
 use super::master::{self, Exception};
-use super::moment::MomentMut;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::kernel::bytes_together;
@@ -132,17 +131,6 @@ pub fn exported_tensors(extent: &str, streams: usize, dtype: &str) -> Vec<(Strin
         None if streams == 1 => vec![(extent.to_string(), dtype.to_string())],
         None => (0..streams).map(|number| (format!("{extent}.{number}"), dtype.to_string())).collect(),
     }
-}
-
-/// The state of one subgroup in host memory.
-#[derive(Debug)]
-pub struct SubgroupState<'a> {
-    /// Master weights.
-    pub param: &'a mut [f32],
-    /// First moment.
-    pub exp_avg: MomentMut<'a>,
-    /// Second moment.
-    pub exp_avg_sq: MomentMut<'a>,
 }
 
 /// Number of 16-bit words before the exceptions, and in each exception.

@@ -46,8 +46,8 @@ use crate::tier::commit::CommitBeside;
 use crate::tier::{Pin, Tier, UpdateClaim};
 use crate::trace::Trace;
 
-pub use encoding::{SubgroupState, exported_tensors, tensors_of};
-pub use moment::MomentMut;
+pub use encoding::{exported_tensors, tensors_of};
+pub use moment::{MomentMut, SubgroupState};
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]

@@ -1,4 +1,4 @@
-//! A moment of a subgroup in host memory: numbers, or 8-bit codes with their scales.
+//! The state of a subgroup in host memory. A moment is numbers, or 8-bit codes with their scales.
 //!
 //! Invariant: blocks of codes count from the subgroup's first element, and a part of a moment begins with a block.
 #![forbid(unsafe_code)]
@@ -10,6 +10,17 @@ use crate::optim;
 use crate::sys::span::{self, Span};
 
 use super::encoding::{self, Moments};
+
+/// The state of one subgroup in host memory.
+#[derive(Debug)]
+pub struct SubgroupState<'a> {
+    /// Master weights.
+    pub param: &'a mut [f32],
+    /// First moment.
+    pub exp_avg: MomentMut<'a>,
+    /// Second moment.
+    pub exp_avg_sq: MomentMut<'a>,
+}
 
 /// A moment of a subgroup.
 #[derive(Debug)]

@@ -17,9 +17,9 @@
 use crate::dtype::{FloatsMut, bf16};
 
 use super::budget::{Budget, MASTERS_IN_MOTION};
-use super::encoding::{self, Encoding, Master, Moments, STREAMS, SubgroupState};
+use super::encoding::{self, Encoding, Master, Moments, STREAMS};
 use super::master;
-use super::moment::MomentMut;
+use super::moment::{MomentMut, SubgroupState};
 use crate::error::{Error, Result};
 use crate::kernel::Moment;
 use crate::pool::buffer::Buffer;

@@ -1,6 +1,7 @@
 """OptimizerStateStore: the bits of a step in memory, whatever the buckets; commits that survive kill -9; directories that other processes
 read."""
 
+import math
 import os
 import pathlib
 import signal
@@ -132,6 +133,21 @@ def test_8_bit_moments_resume_and_restore(tmp_path):
     with stored(model, tmp_path, **further) as store:
         assert store.resumed_step == 3 and same(train(store, model, range(3, 5)), expected)
     assert not same(expected, in_memory(range(5)))
+
+
+@pytest.mark.parametrize("scale", [1e6, math.nan])
+def test_8_bit_moments_of_a_shard_do_not_depend_on_the_shard_before(scale):
+    found = []
+    for factor in (1.0, scale):
+        weights = [torch.ones(size, dtype=BF16) for size in (33, 40)]
+        grads = [torch.full((33,), 1e-3 * factor), torch.full((40,), 1e-3)]
+        group = {"lr": 1e-2, "weight_decay": 0.0, **OPTIONS}
+        shards = [Shard(name, weight, group, lambda at=at: grads[at]) for at, (name, weight) in enumerate(zip("ab", weights))]
+        with OptimizerStateStore(shards, [None], job="run", swap_options={"moment_dtype": "int8"}) as store:
+            for _ in range(3):
+                store.step()
+        found.append(weights[1].clone())
+    assert torch.equal(*found) and (found[0] < 1).all()
 
 
 def test_what_a_store_cannot_pass_to_its_update():

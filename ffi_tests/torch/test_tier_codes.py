@@ -52,6 +52,25 @@ def test_random_trainings_during_backward_have_the_bits_of_a_step_that_waits(see
     same_training(training(seed, tiered(seed, overlap=True, **CODED_MOMENTS)), training(seed, tiered(seed, **CODED_MOMENTS)))
 
 
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [CODED_MOMENTS, {"moment_dtype": "bf16", "moment_rounding": "stochastic"}], ids=["codes", "bf16"])
+def test_a_norm_of_several_processes_serves_parameters_of_several_parts(tier, group, kind, overlap):
+    ours, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, 20_000))] for _ in range(2))
+    arguments = {"max_norm": 20.0, "process_group": group, **kind}
+    pair = own.AdamW(ours, lr=1e-2, tier=tier, overlap=overlap, **arguments), own.AdamW(theirs, lr=1e-2, **arguments)
+    for params, optimizer in zip((ours, theirs), pair):
+        train(optimizer, params, range(3))
+    assert same(ours, theirs) and pair[0].grad_norm == pair[1].grad_norm
+
+
 @KINDS
 @pytest.mark.parametrize("part_elements", [33, 7000, 1 << 20])
 def test_every_size_of_parts_has_the_same_bits(tier, kind, part_elements):

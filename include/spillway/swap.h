@@ -202,7 +202,7 @@ spw_status spw_swap_adam_step(spw_swap *swap,
 
 // As `spw_swap_adam_step`, for subgroups that hold parts of many tensors. `tensors[i]` is stepped with the `n` elements
 // of subgroup `subgroups[i]` from element `firsts[i]` on. The parts are sorted by subgroup and element, and do not
-// overlap. Elements of a subgroup without a part do not change.
+// overlap. Elements of a subgroup without a part do not change; with SPW_SWAP_FLAG_CODED_MOMENTS see there.
 //
 // A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 // itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.

@@ -291,6 +291,9 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
     }
 }
 
+/// How the names of 8-bit moments end.
+const CODES: &str = "_codes";
+
 /// The bytes that are taken of a tensor, and their number of elements. The range counts elements.
 fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Result<(Range<u64>, u64)> {
     let item = item_bytes(dtype)
@@ -298,6 +301,12 @@ fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Resul
     if !bytes.is_multiple_of(item) {
         let reason = format!("{dtype} does not fit tensor {name:?} of {bytes} bytes; use U8");
         return Err(Error::invalid("dtype", reason));
+    }
+    if selection.range.is_some() && name.ends_with(CODES) {
+        let reason = format!(
+            "cannot cut {name:?}: 8-bit moments have one scale for 32 elements, behind the codes of all; export the extent without a range"
+        );
+        return Err(Error::invalid("range", reason));
     }
     let range = selection.of_stream(bytes / item);
     Ok((range.start * item..range.end * item, range.end - range.start))

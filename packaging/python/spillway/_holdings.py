@@ -86,6 +86,16 @@ class Part(Protocol):
         """The master and both moments of a subgroup, as float32 tensors."""
 
 
+def alignment_of(moment_dtype: str) -> int:
+    """A part of a subgroup begins at a multiple of this many elements: 8-bit moments have a scale for 32 of them."""
+    return 32 if moment_dtype == "int8" else 1
+
+
+def aligned(count: int, alignment: int) -> int:
+    """The next multiple of `alignment`."""
+    return -(-count // alignment) * alignment
+
+
 def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The runs of a box of a tensor: of `sizes`, from `offsets` on."""
     if not math.prod(sizes):

@@ -222,8 +222,8 @@ class Block(_Strict):
         "f32",
         _one_of(("f32", "bf16", "int8")),
         'How both moments are stored. "bf16": 4 bytes per parameter fewer than "f32", for weights of bfloat16 or float32. "int8": 8 bits '
-        "with a scale for 32 elements, 5.87 bytes fewer. A step computes in float32 and rounds to nearest, so the bits are not those of "
-        "float32 moments.",
+        "with a scale for 32 elements, 5.87 bytes fewer, rounded at random. A step computes in float32 and rounds bfloat16 to nearest, so "
+        "the bits are not those of float32 moments.",
     )
     overlap: bool = _setting(
         False,

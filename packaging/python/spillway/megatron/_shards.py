@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _safetensors
-from .._holdings import Held, Holding
+from .._holdings import Held, Holding, aligned
 from ..errors import InvalidArgumentError
 from ..torch.inner import CODES, link_to
 
@@ -42,11 +42,18 @@ class Shard(NamedTuple):
 
 
 class Bucket:
-    """Shards that are stepped as one subgroup."""
+    """Shards that are stepped as one subgroup.
 
-    def __init__(self) -> None:
+    Args:
+        alignment: Each shard begins at a multiple of this many elements. Elements between two shards are zero.
+
+    Attributes:
+        starts: Where each shard begins."""
+
+    def __init__(self, alignment: int = 1) -> None:
         self.shards: list[Shard] = []
-        self.elements = 0
+        self.starts: list[int] = []
+        self.elements, self._alignment = 0, alignment
         self._weights: torch.Tensor | None = None
         self._grads: torch.Tensor | None = None
 
@@ -58,15 +65,16 @@ class Bucket:
     def add(self, shard: Shard) -> None:
         """Adds a shard at the end."""
         self.shards.append(shard)
-        self.elements += shard.weight.numel()
+        self.starts.append(aligned(self.elements, self._alignment))
+        self.elements = self.starts[-1] + shard.weight.numel()
 
     def parts(self, flat: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor]]:
         """Each shard with its part of a flat tensor."""
-        return zip(self.shards, flat.split([shard.weight.numel() for shard in self.shards]), strict=True)
+        return ((shard, flat[start : start + shard.weight.numel()]) for shard, start in zip(self.shards, self.starts, strict=True))
 
     def collect(self, source: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
         """A flat float32 tensor in host memory, of a tensor of each shard."""
-        flat = torch.empty(self.elements, dtype=torch.float32, device="cpu")
+        flat = torch.zeros(self.elements, dtype=torch.float32, device="cpu")
         for shard, part in self.parts(flat):
             part.copy_(source(shard).detach().reshape(-1))
         return flat
@@ -87,7 +95,7 @@ class Bucket:
         if len(grads) == 1 and grads[0].is_cpu and grads[0].dtype is dtype and grads[0].is_contiguous():
             return grads[0].reshape(-1)
         if self._grads is None or self._grads.dtype is not dtype:
-            self._grads = link_to(grads[0]).memory((self.elements,), dtype)
+            self._grads = link_to(grads[0]).memory((self.elements,), dtype).zero_()
         for (_, part), grad in zip(self.parts(self._grads), grads, strict=True):
             part.copy_(grad.reshape(-1), non_blocking=True)
         return self._grads
@@ -108,8 +116,9 @@ class Bucket:
             shard.weight.copy_(part.view(shard.weight.shape), non_blocking=True)
 
 
-def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
-    """Divides shards into buckets of at most `bucket_bytes` of float32 parameters, unless one shard is larger."""
+def buckets_of(shards: Iterable[Shard], bucket_bytes: int, alignment: int = 1) -> list[Bucket]:
+    """Divides shards into buckets of at most `bucket_bytes` of float32 parameters, unless one shard is larger. Each shard begins at a
+    multiple of `alignment` elements."""
     given = sorted(shards, key=lambda shard: str(shard.name))
     if not given:
         raise InvalidArgumentError("OptimizerStateStore: there are no shards; a process without parameters needs no store")
@@ -123,7 +132,7 @@ def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
         key = (groups.setdefault(id(shard.group), len(groups)), shard.weight.dtype)
         bucket = filling.get(key)
         if bucket is None or 4 * (bucket.elements + shard.weight.numel()) > bucket_bytes:
-            bucket = filling[key] = Bucket()
+            bucket = filling[key] = Bucket(alignment)
             buckets.append(bucket)
         bucket.add(shard)
     return buckets
@@ -193,13 +202,11 @@ def held_in(buckets: list[Bucket]) -> list[list[Any]]:
     data, which a commit stores."""
     held = []
     for number, bucket in enumerate(buckets):
-        at = 0
-        for shard in bucket.shards:
+        for shard, at in zip(bucket.shards, bucket.starts, strict=True):
             count = shard.weight.numel()
             of = range_of(shard.name)
             name, start = of[:2] if of and of[2] - of[1] == count else (shard.name, 0)
             held.append([name, str(shard.weight.dtype), start, count, number, at])
-            at += count
     return held
 
 

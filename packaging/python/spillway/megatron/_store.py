@@ -22,6 +22,7 @@ from .. import _files, _log, _ranks
 from .._attributes import described
 from .._commit import Commit
 from .._groups import put_numbers
+from .._holdings import alignment_of
 from .._parts import Commits
 from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
@@ -103,8 +104,8 @@ class OptimizerStateStore:
         if further.get("split_master"):
             raise InvalidArgumentError("OptimizerStateStore: swap_options has split_master; leave it out, the store keeps whole masters")
         self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
-        self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes))
         self._moments = further.get("moment_dtype", "f32")
+        self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes, alignment_of(self._moments)))
         if self._moments == "bf16":
             self._place.together(lambda: _check_rounded(self._buckets))
         self._digest = digest_of(self._buckets)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._holdings import Held, Holding, box_runs
+from .._holdings import Held, Holding, aligned, alignment_of, box_runs
 from ._tensors import DTensor, local
 
 
@@ -39,8 +39,8 @@ class Layout:
 
     def __init__(self, counts: list[int], most: int, alignment: int = 1):
         self.most = most
-        most = _aligned(most, alignment)
-        begins = [*accumulate((_aligned(count, alignment) for count in counts), initial=0)]
+        most = aligned(most, alignment)
+        begins = [*accumulate((aligned(count, alignment) for count in counts), initial=0)]
         total = begins.pop()
         self.elements = [min(most, total - at) for at in range(0, total, most)] or [0]
         self.of_parameter: list[list[Piece]] = [[] for _ in counts]
@@ -54,15 +54,6 @@ class Layout:
                 self.of_parameter[number].append(piece)
                 self.of_subgroup[subgroup].append(piece)
                 at += length
-
-
-def _aligned(count: int, alignment: int) -> int:
-    return -(-count // alignment) * alignment
-
-
-def alignment_of(moments: str) -> int:
-    """The alignment of a layout whose moments are stored in this way: 8-bit moments have a scale for 32 elements."""
-    return 32 if moments == "int8" else 1
 
 
 def views(tensor: torch.Tensor, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:

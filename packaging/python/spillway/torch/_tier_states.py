@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _abi, _ranks
+from .._holdings import alignment_of
 from .._parts import Commits
 from .._written import changed, facts, is_dense, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
@@ -26,7 +27,7 @@ from ..swap import UNROUNDED, MomentDtype, Swap, state_bytes
 from ..tier import Tier, TierPath
 from ..tiered import Place, Prepared, Record, Tiered
 from ._copies import Gradients, Weights
-from ._layout import Layout, Piece, alignment_of, box_of, described, holding_of, in_words, values_of, views
+from ._layout import Layout, Piece, box_of, described, holding_of, in_words, values_of, views
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, check_has_memory, holds_values, local, name_of

@@ -137,7 +137,10 @@ class TierTable:
     def check(self, options: Any) -> None:
         """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""
         for (group, _, _), own in self.options.items():
-            check_adam(own, group)
+            # Only a step of the tier numbers the elements of a part.
+            checked = type(own).from_buffer_copy(own)
+            checked.rounding_first = 0
+            check_adam(checked, group)
 
     def counted(self, by: int) -> tuple[list[float], int]:
         """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""

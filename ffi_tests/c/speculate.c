@@ -397,11 +397,6 @@ static void split_masters_step_after_the_verdict(void) {
     CHECK_OK(spw_spec_close(spec));
     check_same();
 
-    undo = SPW_UNDO_MODE_DELTA;
-    spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
-    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
-    REFUSED(spw_spec_submit(spec, 0, &models[0].tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "param_low");
-    CHECK_OK(spw_spec_close(spec));
     spw_undo_options recording = SPW_UNDO_OPTIONS_INIT;
     recording.mode = SPW_UNDO_MODE_NONE;
     spw_undo *opened = NULL;

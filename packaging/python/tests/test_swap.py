@@ -585,6 +585,19 @@ def test_8_bit_moments_have_the_same_values_with_every_budget_and_after_a_new_op
         open_swap(tier, 4, split_master=split)
 
 
+def test_a_range_of_8_bit_moments_is_not_exported(folders, tmp_path):
+    param = np.linspace(-1, 1, 1000, dtype=np.float32)
+    with open_tier(folders) as tier, spillway.Swap(tier, [1000], moment_dtype="int8", **FREE) as swap:
+        swap.fill([(param, None, None)])
+        swap.step(spillway.Adam(), [(param, None)])
+        swap.commit(1)
+        with pytest.raises(spillway.InvalidArgumentError, match="exp_avg_codes.*one scale for 32 elements"):
+            tier.export_tensors(tmp_path / "part", names=["subgroup-*"], elements=(0, 32)).wait()
+        tier.export_tensors(tmp_path / "whole", names=["subgroup-*"]).wait()
+    header = (tmp_path / "whole").read_bytes()[:2000].decode("latin1")
+    assert '"subgroup-000000-codes.exp_avg_codes":{"dtype":"U8","shape":[1064]' in header.replace(" ", "")
+
+
 def test_a_kind_of_moments_that_is_not_known_is_refused(folders):
     with open_tier(folders) as tier, pytest.raises(spillway.InvalidArgumentError, match="moment_dtype is 'fp8'; pass \"f32\""):
         open_swap(tier, 4, moment_dtype="fp8")

@@ -213,7 +213,7 @@ class Adam(_Optimizer):
         weight_decay_mode: "decoupled" multiplies the parameter by 1 - lr * weight_decay (AdamW); "l2" adds
             weight_decay * param to the gradient (torch.optim.Adam).
         bias_correction: Correct the moments for their start at zero.
-        rounding: "stochastic" rounds bfloat16 moments of float32 params at random, so that the expected value is exact;
+        rounding: "stochastic" rounds bfloat16 and 8-bit moments of float32 params at random, so that the expected value is exact;
             "nearest" rounds to nearest even.
         rounding_seed: Seed of stochastic rounding. The random bits depend on it, the step and the element's number in
             its tensor: give tensors that are stepped by one call seeds of their own, with an Adam each.

@@ -16,13 +16,13 @@ pub enum spw_weight_decay {
     SPW_WEIGHT_DECAY_L2 = 1,
 }
 
-/// How moments of 16 bits are rounded. Passed as `uint32_t`.
+/// How moments of 16 and 8 bits are rounded. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_rounding {
-    /// To the nearest value, ties to even.
+    /// To the nearest value, ties to even; 8-bit moments to the nearest code.
     SPW_ROUNDING_NEAREST = 0,
-    /// Up or down at random, so that the expected value is the exact one. For f32 parameters with bf16 states.
+    /// Up or down at random, so that the expected value is the exact one. For f32 masters with bf16 or 8-bit moments.
     SPW_ROUNDING_STOCHASTIC = 1,
 }
 

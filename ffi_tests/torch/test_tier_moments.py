@@ -100,8 +100,8 @@ def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier):
 
 def test_a_tier_with_moments_of_another_type_is_refused_with_both_names(tier):
     for kind, other, words in (
-        (BF16_MOMENTS, {}, "ask for f32 moments, but subgroup 0 is stored with bf16 moments"),
-        ({}, NEAREST, "ask for bf16 moments, but subgroup 0 is stored with f32 moments"),
+        (BF16_MOMENTS, {}, "holds moments of bf16, and this optimizer has f32; pass moment_dtype=.bf16."),
+        ({}, NEAREST, "holds moments of f32, and this optimizer has bf16"),
     ):
         place = tier._replace(job="bf16" if kind else "f32")
         params = wide_parameters()

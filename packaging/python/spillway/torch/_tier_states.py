@@ -244,6 +244,11 @@ class TierStates:
             facts = committed.facts
             check_parameters(facts, self.params, self.names)
             check_order(facts, self._given, self.names, "the tier")
+            if facts["moments"] != self.moments:
+                raise InvalidArgumentError(
+                    f"the tier of the job {options.job!r} holds moments of {facts['moments']}, and this optimizer has {self.moments}; pass "
+                    f'moment_dtype="{facts["moments"]}", or another job'
+                )
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         elif self._begun_from is not None:

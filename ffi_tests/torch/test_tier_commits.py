@@ -605,7 +605,7 @@ def test_moments_of_another_dtype_are_refused(tmp_path):
         optimizers[-1].commit(0)
     one, other = optimizers
     one.snapshot(tmp_path / "snapshot").wait()
-    with pytest.raises(spillway.InvalidArgumentError, match="moments of float32, and this optimizer has bfloat16"):
+    with pytest.raises(spillway.InvalidArgumentError, match="moments of f32, and this optimizer has bf16"):
         other.restore(tmp_path / "snapshot")
     for optimizer in optimizers:
         optimizer.close()

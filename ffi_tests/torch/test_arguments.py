@@ -191,13 +191,20 @@ def test_a_keyword_that_is_fixed_at_construction_cannot_be_set(name):
 
 
 def test_undo_is_set_where_steps_can_be_rolled_back_only():
-    split = own.AdamW([torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))], master="split")
     on_tier = own.AdamW([parameter()], tier=own.TierOptions([None], pin_memory=False))
-    for optimizer in (split, on_tier):
-        with pytest.raises(spillway.UnsupportedError):
-            optimizer.undo = True
-        assert optimizer.undo is False
-        optimizer.undo = False
+    with pytest.raises(spillway.UnsupportedError):
+        on_tier.undo = True
+    assert on_tier.undo is False
+    on_tier.undo = False
+    for keywords in ({"master": "split"}, {"moment_dtype": "int8"}):
+        param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        narrow = own.AdamW([param], lr=0.1, **keywords)
+        narrow.undo = True
+        param.grad = torch.ones_like(param)
+        narrow.step()
+        assert (param < 1).all()
+        narrow.rollback()
+        assert (param == 1).all()
     on_tier.close()
 
 

@@ -95,6 +95,16 @@ def test_bits_are_those_of_a_step_in_memory(tmp_path, bucket_bytes, dtype):
         assert store.steps == 5 and store.committed_step == 0
 
 
+def check_restores(store, model, folder, expected):
+    """Trains three steps and commits, and then ends with these weights, also from a snapshot of the commit."""
+    train(store, model, range(3))
+    store.commit()
+    store.snapshot(folder / "snapshot").wait()
+    assert same(train(store, model, range(3, 5)), expected)
+    store.restore(folder / "snapshot")
+    assert same(train(store, model, range(3, 5)), expected)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 64 << 20])
 def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(tmp_path, bucket_bytes):
     names = tuple(name for name, (_, dtype) in SIZES.items() if dtype is not F16)
@@ -102,12 +112,7 @@ def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(tmp_path, bucket_b
     further = {"bucket_bytes": bucket_bytes, "swap_options": {"moment_dtype": "bf16", "speeds": [3]}}
     model = Model(names)
     with stored(model, tmp_path, **further) as store:
-        train(store, model, range(3))
-        store.commit()
-        store.snapshot(tmp_path / "snapshot").wait()
-        assert same(train(store, model, range(3, 5)), expected)
-        store.restore(tmp_path / "snapshot")
-        assert same(train(store, model, range(3, 5)), expected)
+        check_restores(store, model, tmp_path, expected)
         store.save_to(tmp_path / "saved")
     model = Model(names)
     with stored(model, tmp_path, job="other", **further) as store:
@@ -123,12 +128,7 @@ def test_8_bit_moments_resume_and_restore(tmp_path):
         expected = train(store, whole, range(5))
     model = Model()
     with stored(model, tmp_path, **further) as store:
-        train(store, model, range(3))
-        store.commit()
-        store.snapshot(tmp_path / "snapshot").wait()
-        assert same(train(store, model, range(3, 5)), expected)
-        store.restore(tmp_path / "snapshot")
-        assert same(train(store, model, range(3, 5)), expected)
+        check_restores(store, model, tmp_path, expected)
     model = Model()
     with stored(model, tmp_path, **further) as store:
         assert store.resumed_step == 3 and same(train(store, model, range(3, 5)), expected)

@@ -1,20 +1,15 @@
 """8-bit moments on a tier have the bits of 8-bit moments in memory, rounded to the nearest code and at random."""
 
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import torch
 from offload_runs import same as same_training
 from offload_runs import training
 from test_tier_overlap import TRAININGS, tiered
-from tier_runs import same, same_states, tier, train
+from tier_runs import same, same_states, tier, train, values
 from tier_worker import CODED_MOMENTS, parameters, random_grads
 
 import spillway
 from spillway import torch as own
-from spillway.torch import _codes
 
 NEAREST = {"moment_dtype": "int8", "moment_rounding": "nearest"}
 KINDS = pytest.mark.parametrize("kind", [NEAREST, CODED_MOMENTS], ids=["nearest", "stochastic"])
@@ -22,11 +17,6 @@ KINDS = pytest.mark.parametrize("kind", [NEAREST, CODED_MOMENTS], ids=["nearest"
 
 def in_memory(params, kind, **more):
     return own.AdamW(params, lr=1e-2, master="f32", **kind, **more)
-
-
-def values(optimizer):
-    """The states with moments as float32, which a state dict of a tier has."""
-    return {number: _codes.decoded(state) for number, state in optimizer.state_dict()["state"].items()}
 
 
 @KINDS
@@ -97,26 +87,6 @@ def test_state_dicts_load_both_ways(tier):
         assert same(ours, theirs)
         mine.load_state_dict(other.state_dict())
     same_states(values(mine), values(other))
-
-
-def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier):
-    folder, paths = str(pathlib.Path(__file__).parent), [str(path) for path in tier.paths]
-    code = f"import sys; sys.path.insert(0, {folder!r}); import tier_worker; tier_worker.main({paths!r}, 3, 'int8')"
-    whole = parameters()
-    uninterrupted, at = in_memory(whole, CODED_MOMENTS), 0
-    for lines in (5, 9, 4):
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-            for _ in range(lines):
-                assert process.stdout.readline()
-            process.kill()
-        params = parameters()
-        optimizer = own.AdamW(params, lr=1e-2, tier=tier, **CODED_MOMENTS)
-        assert optimizer.resumed_step > at
-        train(uninterrupted, whole, range(at, optimizer.resumed_step))
-        at = optimizer.resumed_step
-        assert same(params, whole)
-        same_states(values(optimizer), values(uninterrupted))
-        optimizer.close()
 
 
 def test_a_rollback_has_the_bits_of_the_commit(tier):

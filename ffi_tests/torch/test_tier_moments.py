@@ -1,4 +1,4 @@
-"""bf16 moments on a tier have the bits of bf16 moments in memory, with the same rounding at random."""
+"""bf16 moments on a tier have the bits of bf16 moments in memory, with the same rounding at random; also after kills, as 8-bit ones."""
 
 import pathlib
 import random
@@ -10,8 +10,9 @@ import torch
 from offload_runs import same as same_training
 from offload_runs import training
 from test_tier_overlap import TRAININGS, tiered
-from tier_runs import same, same_states, tier, train
+from tier_runs import same, same_states, tier, train, values
 from tier_worker import BF16_MOMENTS, options, random_grads, wide_parameters
+from tier_worker import KINDS as MOMENTS
 
 import spillway
 from spillway import torch as own
@@ -78,23 +79,25 @@ def test_state_dicts_load_both_ways(tier, kind):
     same_states(mine.state_dict()["state"], other.state_dict()["state"])
 
 
-def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier):
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier, moments):
+    made, kind = MOMENTS[moments]
     folder, paths = str(pathlib.Path(__file__).parent), [str(path) for path in tier.paths]
-    code = f"import sys; sys.path.insert(0, {folder!r}); import tier_worker; tier_worker.main({paths!r}, 3, 'bf16')"
-    whole = wide_parameters()
-    uninterrupted, at = in_memory(whole, BF16_MOMENTS), 0
+    code = f"import sys; sys.path.insert(0, {folder!r}); import tier_worker; tier_worker.main({paths!r}, 3, {moments!r})"
+    whole = made()
+    uninterrupted, at = in_memory(whole, kind), 0
     for lines in (5, 9, 4):
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
             for _ in range(lines):
                 assert process.stdout.readline()
             process.kill()
-        params = wide_parameters()
-        optimizer = own.AdamW(params, lr=1e-2, tier=tier, **BF16_MOMENTS)
+        params = made()
+        optimizer = own.AdamW(params, lr=1e-2, tier=tier, **kind)
         assert optimizer.resumed_step > at
         train(uninterrupted, whole, range(at, optimizer.resumed_step))
         at = optimizer.resumed_step
         assert same(params, whole)
-        same_states(optimizer.state_dict()["state"], uninterrupted.state_dict()["state"])
+        same_states(values(optimizer), values(uninterrupted))
         optimizer.close()
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tier_worker import options, random_grads
 
+from spillway.torch._codes import decoded
+
 
 def train(optimizer, params, steps):
     for step in steps:
@@ -19,6 +21,11 @@ def same_states(one, other):
     assert one.keys() == other.keys()
     for number, state in other.items():
         assert state.keys() == one[number].keys() and all(torch.equal(one[number][key], value) for key, value in state.items()), number
+
+
+def values(optimizer):
+    """The states of an optimizer, with 8-bit moments as float32: so a state dict of a tier has them."""
+    return {number: decoded(state) for number, state in optimizer.state_dict()["state"].items()}
 
 
 @pytest.fixture

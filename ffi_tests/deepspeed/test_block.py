@@ -27,6 +27,7 @@ def folders(tmp_path):
         (7, "spillway is 7, not an object"),
         ("yes", "spillway is 'yes', not an object"),
         (None, "spillway is None, not an object"),
+        ({"\ud800": 1}, "spillway has a key that is not valid Unicode; the settings are background_commits"),
         ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are background_commits, begin_from"),
         ({"resume": 1}, "spillway.resume is 1; true or false is needed"),
         ({"cache_bytes": "x"}, SWAP),

@@ -56,15 +56,15 @@ def metrics(given: Sequence[str]) -> int:
 def watch(given: Sequence[str]) -> int:
     """Shows the figures until the processes end."""
     parser = _parser("watch", "Shows live what a running job does, until it ends.")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="show the figures N times; by default until the job ends")
+    parser.add_argument("--count", type=int, metavar="N", help="show the figures N times; by default until the job ends")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="seconds between; default: 1")
     asked = parser.parse_args(given)
-    if asked.count < 0 or not 0.05 <= asked.interval <= 86400:
-        parser.error("--count is a number from 0 on, and --interval one of seconds from 0.05 to 86400")
+    if (asked.count is not None and asked.count < 1) or not 0.05 <= asked.interval <= 86400:
+        parser.error("--count is a number from 1 on, and --interval one of seconds from 0.05 to 86400")
     return _guarded(lambda: _watch(asked.job, asked.count, asked.interval))
 
 
-def _watch(job: str, count: int, interval: float) -> int:
+def _watch(job: str, count: int | None, interval: float) -> int:
     found, seen, number = reader.find(job), _Seen(), 0
     if all(record.lives is False for record in found):
         _show_plain(seen.lines(found))

@@ -320,6 +320,9 @@ def _message(error):
         close = difflib.get_close_matches(str(place[-1]), known, 1)
         return f"{name} is unknown; " + (f"did you mean {close[0]}? " if close else "") + f"The settings are {', '.join(known)}"
     names = [part for part in place if isinstance(part, str)]
+    if not names:
+        # The block itself: JSON can write a key that is no text.
+        return f"{name} has a key that is not valid Unicode; the settings are {', '.join(sorted(Block.model_fields))}"
     valid = _model_at(names[:-1]).model_fields[names[-1]].json_schema_extra["valid"]
     if error["type"] == "missing":
         return f"{name} is missing; {valid} is needed"

@@ -148,7 +148,7 @@ fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
 
 /// A page of the lock file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum LockPage {
     /// The owner's record.
     Record,
     /// The owner's heartbeat.
@@ -158,10 +158,10 @@ pub(super) enum Part {
 /// Storage of the two pages.
 pub(super) trait Register: Debug {
     /// The bytes of a page as the device or the server has them; `None` if the file is gone.
-    fn read(&self, part: Part) -> io::Result<Option<Vec<u8>>>;
+    fn read(&self, part: LockPage) -> io::Result<Option<Vec<u8>>>;
 
     /// Overwrites a page.
-    fn write(&self, part: Part, bytes: &[u8; PAGE]) -> io::Result<()>;
+    fn write(&self, part: LockPage, bytes: &[u8; PAGE]) -> io::Result<()>;
 }
 
 /// Times of a lease.
@@ -300,7 +300,7 @@ fn heartbeat(claim: &str, number: u64) -> io::Result<[u8; PAGE]> {
 
 /// Whose record the register holds, for the owner of `own`.
 pub(super) fn whose(register: &dyn Register, own: &OwnerRecord) -> io::Result<Whose> {
-    let page = register.read(Part::Record)?;
+    let page = register.read(LockPage::Record)?;
     Ok(match page.as_deref().and_then(OwnerRecord::parse) {
         Some(found) if found.claim == own.claim && found.held => Whose::Own,
         Some(found) => Whose::Other(found.holder.describe(&own.holder)),
@@ -310,14 +310,14 @@ pub(super) fn whose(register: &dyn Register, own: &OwnerRecord) -> io::Result<Wh
 
 /// Writes a heartbeat, then reads the record.
 pub(super) fn renew(register: &dyn Register, own: &OwnerRecord, number: u64) -> io::Result<Whose> {
-    register.write(Part::Heartbeat, &heartbeat(&own.claim, number)?)?;
+    register.write(LockPage::Heartbeat, &heartbeat(&own.claim, number)?)?;
     whose(register, own)
 }
 
 /// Marks the directory as given back, if it still is the owner's.
 pub(super) fn give_back(register: &dyn Register, own: &OwnerRecord) -> io::Result<()> {
     match whose(register, own)? {
-        Whose::Own => register.write(Part::Record, &OwnerRecord { held: false, ..own.clone() }.page()?),
+        Whose::Own => register.write(LockPage::Record, &OwnerRecord { held: false, ..own.clone() }.page()?),
         Whose::Other(_) | Whose::Damaged => Ok(()),
     }
 }
@@ -359,7 +359,7 @@ impl Claiming {
         match self.stage {
             Stage::Look => {
                 self.looked = began;
-                self.found = register.read(Part::Record)?.unwrap_or_default();
+                self.found = register.read(LockPage::Record)?.unwrap_or_default();
                 return Ok(self.judge());
             }
             Stage::Baseline { watch } => {
@@ -379,11 +379,11 @@ impl Claiming {
                 self.stage = Stage::Recheck;
             }
             Stage::Recheck => {
-                let same = register.read(Part::Record)?.unwrap_or_default() == self.found;
+                let same = register.read(LockPage::Record)?.unwrap_or_default() == self.found;
                 self.stage = if same { Stage::Write } else { Stage::Look };
             }
             Stage::Write => {
-                register.write(Part::Record, &self.own.page()?)?;
+                register.write(LockPage::Record, &self.own.page()?)?;
                 if !self.own.leased {
                     return Ok(ClaimState::Owned);
                 }
@@ -418,7 +418,7 @@ impl Claiming {
     }
 
     fn read_heartbeat(&self, register: &dyn Register) -> io::Result<Vec<u8>> {
-        Ok(register.read(Part::Heartbeat)?.unwrap_or_default())
+        Ok(register.read(LockPage::Heartbeat)?.unwrap_or_default())
     }
 
     /// Decides from the record that was found how to continue.
@@ -465,12 +465,12 @@ struct LockPages {
 }
 
 impl Register for LockPages {
-    fn read(&self, part: Part) -> io::Result<Option<Vec<u8>>> {
+    fn read(&self, part: LockPage) -> io::Result<Option<Vec<u8>>> {
         // The cache of one machine shows every write of that machine.
         self.lock.read_page(&self.directory, LOCK, part as u64, self.leased)
     }
 
-    fn write(&self, part: Part, bytes: &[u8; PAGE]) -> io::Result<()> {
+    fn write(&self, part: LockPage, bytes: &[u8; PAGE]) -> io::Result<()> {
         self.lock.write_page(part as u64, bytes, self.leased)
     }
 }
@@ -707,7 +707,7 @@ impl Kept {
             self.note(&found);
             return Ok(found);
         };
-        let page = self.pages.read(Part::Record)?;
+        let page = self.pages.read(LockPage::Record)?;
         Ok(match page {
             None => Whose::Damaged,
             Some(page) if page == *expected => Whose::Own,

@@ -285,7 +285,7 @@ impl Drop for PathFiles {
 
 /// Error of a caller whose timeout expired while the transfer is in flight.
 pub(super) fn timed_out() -> Error {
-    IoError::wait_timeout("the tier's transfer is still in flight")
+    Error::wait_timeout("the tier's transfer is still in flight")
 }
 
 /// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
@@ -433,8 +433,8 @@ pub struct SimStorage {
 
 #[cfg(any(test, feature = "sim"))]
 impl SimStorage {
-    /// Claims the files of the disk with this number.
-    pub fn claim(
+    /// Takes the files of the disk with this number.
+    pub fn acquire(
         disk: &crate::io::sim::Disk,
         number: u64,
         stop: Option<crate::io::sim::Stop>,

@@ -425,7 +425,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             });
         }
         PathLocation::Directory(base) => {
-            let Some(directory) = directory::claim(io.io_timeout, base, &options.owner, make)? else {
+            let Some(directory) = directory::acquire(io.io_timeout, base, &options.owner, make)? else {
                 return Ok(None);
             };
             let place = directory.path().to_path_buf();
@@ -448,7 +448,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
         },
         #[cfg(any(test, feature = "sim"))]
         PathLocation::Simulated(disk, faults) => {
-            let storage = SimStorage::claim(disk, number as u64, faults.stop)?;
+            let storage = SimStorage::acquire(disk, number as u64, faults.stop)?;
             let key = storage.key();
             let sim = crate::io::sim::Sim::new(disk, faults.clone());
             return within_timeout(io.io_timeout, Doing::Opening, &key, move || {

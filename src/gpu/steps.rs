@@ -10,8 +10,8 @@ use super::stream::{ForeignStream, GpuEvent, Stream};
 use super::sums::Sums;
 use super::tables::{Table, Tables};
 use crate::error::{Error, Result};
-use crate::optim::StepStats;
-use crate::stats;
+use crate::kernel::AdamRule;
+use crate::optim::{Family, StepStats};
 use crate::sys::sync::Lock;
 
 /// Adam steps on one device.
@@ -92,7 +92,7 @@ impl Steps {
         let call = self.prepare(jobs, part)?;
         let stepped = self.step_between(&call, stream, &before, &after);
         if stepped.is_ok() {
-            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+            AdamRule::COUNTER.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
         }
         let seen = self.end(call, stepped.map(|()| &after))?;
         Ok((after, seen))

@@ -4,7 +4,7 @@
 use super::lent::Lent;
 use crate::error::Result;
 use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer};
-use crate::stats::{self, OptimizerCounter};
+use crate::stats::OptimizerCounter;
 
 /// An optimizer of this library: its kernels, its counter, and the record of its steps.
 pub trait Family: Optimizer + 'static {
@@ -21,7 +21,7 @@ pub trait WithTensors {
 }
 
 macro_rules! families {
-    ($($(#[$doc:meta])* $name:ident: $rule:ty, $counter:path;)*) => {
+    ($($(#[$doc:meta])* $name:ident: $rule:ty;)*) => {
         /// The tensors of a recorded step, with their coefficients.
         pub enum RecordedStep {
             $($(#[$doc])* $name(Lent<$rule>),)*
@@ -44,7 +44,10 @@ macro_rules! families {
         }
 
         $(impl Family for $rule {
-            const COUNTER: &'static OptimizerCounter = &$counter;
+            const COUNTER: &'static OptimizerCounter = {
+                static COUNTER: OptimizerCounter = OptimizerCounter::new();
+                &COUNTER
+            };
             const RECORDED: fn(Lent<Self>) -> RecordedStep = RecordedStep::$name;
         })*
     };
@@ -52,9 +55,9 @@ macro_rules! families {
 
 families! {
     /// A step of Adam.
-    Adam: AdamRule, stats::ADAM;
+    Adam: AdamRule;
     /// A step of Adagrad.
-    Adagrad: AdagradRule, stats::ADAGRAD;
+    Adagrad: AdagradRule;
     /// A step of Lion.
-    Lion: LionRule, stats::LION;
+    Lion: LionRule;
 }

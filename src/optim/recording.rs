@@ -13,7 +13,6 @@ use super::step_stats::StepStats;
 use super::undo;
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, Optimizer, log_bytes, needs_a_log};
-use crate::stats;
 use crate::sys::reserve::Reserve;
 
 /// How a step is rolled back.
@@ -100,7 +99,7 @@ impl Recording {
             for job in jobs.iter_mut() {
                 seal = undo::step_sealed(job)?;
             }
-            stats::ADAM.add(parallel::elements(jobs));
+            AdamRule::COUNTER.add(parallel::elements(jobs));
             Ok(StepStats::default())
         })?;
         self.seal = seal;

@@ -28,7 +28,7 @@ const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
 const MAY_BE_UNSAFE: [&str; 6] = ["environment", "sys", "kernel", "pool", "gpu", "capi"];
 /// The ring, and tests that lend the engine their own memory. A lint in the two mod.rs would also apply to these files.
 const MAY_BE_UNSAFE_FILES: [&str; 4] = ["io/uring.rs", "io/mod.rs", "io/tests/mod.rs", "io/tests/real.rs"];
-const MOST_LINES: usize = 900;
+const MOST_LINES: usize = 800;
 
 fn layer(module: &str) -> Option<usize> {
     LAYERS.iter().position(|modules| modules.contains(&module))
@@ -199,13 +199,14 @@ fn root() -> &'static Path {
 }
 
 /// Every Rust file of the library, as its path under src and its text; the crates of the kernels, the
-/// planner, the stores and the tool are modules of their names.
+/// planner, the stores and the tool are modules of their names; the doubles of tests are in the modules that they stand in.
 fn sources() -> Vec<(String, String)> {
     let mut found = files("src", "");
     found.extend(files("kernels/src", "kernel/"));
     found.extend(files("planner/src", "planner/"));
     found.extend(files("stores/src", "stores/"));
     found.extend(files("cli/src", "cli/"));
+    found.extend(files("ffi_tests/doubles", ""));
     found
 }
 

@@ -91,7 +91,7 @@ impl Engine {
     }
 
     /// Starts an engine on a simulated backend.
-    #[cfg(any(test, feature = "sim"))]
+    #[cfg(test)]
     pub fn open_simulated(options: Options, sim: super::sim::Sim) -> Result<Engine> {
         Engine::start(with_profile(options, None), None, move || {
             Ok((Box::new(sim) as Box<dyn Backend>, String::new()))

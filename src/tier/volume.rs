@@ -17,8 +17,8 @@ use super::format::{HEADER_BYTES, Superblock, SuperblockHeader, is_chunk};
 use super::options::{Mode, PathLocation, TierOptions};
 use super::paths::Stamp;
 use super::reading;
-#[cfg(any(test, feature = "sim"))]
-use super::storage::SimStorage;
+#[cfg(test)]
+use super::sim_storage::SimStorage;
 use super::storage::{
     DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, within_timeout,
 };
@@ -446,7 +446,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             Some(opened) => opened,
             None => return Ok(None),
         },
-        #[cfg(any(test, feature = "sim"))]
+        #[cfg(test)]
         PathLocation::Simulated(disk, faults) => {
             let storage = SimStorage::acquire(disk, number as u64, faults.stop)?;
             let key = storage.key();

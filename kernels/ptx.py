@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles the GPU kernels to the PTX that is committed beside them.
 
-    kernels/ptx.py            writes cast.ptx and adam.ptx
+    kernels/ptx.py            writes cast.ptx, adam.ptx and narrow.ptx
     kernels/ptx.py --check    exits with 1 if they differ from what the compiler makes of the sources, with 77 if
                               the compiler cannot be loaded
 
@@ -18,8 +18,12 @@ import zipfile
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent
-SHARED = KERNELS / "spw_gpu.cuh"
-MODULES = ["cast", "adam"]
+#: The sources of each module, in their order.
+MODULES = {
+    "cast": ["spw_gpu.cuh", "cast.cu"],
+    "adam": ["spw_gpu.cuh", "spw_adam.cuh", "adam.cu"],
+    "narrow": ["spw_gpu.cuh", "spw_adam.cuh", "narrow.cu"],
+}
 WHEEL = "nvidia-cuda-nvrtc-cu12==12.0.140"
 LIBRARY = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 # No contraction: the kernels write every fma explicitly.
@@ -34,9 +38,9 @@ def main():
         print(f"cannot load NVRTC, the compiler of the GPU kernels: {error}; the first run downloads it from PyPI")
         return NO_COMPILER
     stale = []
-    for name in MODULES:
+    for name, files in MODULES.items():
         target = KERNELS / f"{name}.ptx"
-        text = compile_module(nvrtc, KERNELS / f"{name}.cu")
+        text = compile_module(nvrtc, files)
         if "--check" not in sys.argv[1:]:
             target.write_text(text)
         elif target.read_text() != text:
@@ -69,10 +73,10 @@ def compiler():
     return library
 
 
-def compile_module(nvrtc, path):
-    source = SHARED.read_bytes() + path.read_bytes()
+def compile_module(nvrtc, files):
+    source = b"".join((KERNELS / name).read_bytes() for name in files)
     program = ctypes.c_void_p()
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, path.name.encode(), 0, None, None))
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, files[-1].encode(), 0, None, None))
     options = (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)
     if nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options):
         sys.exit(read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program))
@@ -82,7 +86,7 @@ def compile_module(nvrtc, path):
     lines = [line.strip() for line in ptx.splitlines()]
     lines = [line for line in lines if line and not line.startswith(dropped)]
     digest = hashlib.sha256(source).hexdigest()
-    head = f"// Made by kernels/ptx.py with {WHEEL} of {SHARED.name} and {path.name}\n// sha256 {digest}\n"
+    head = f"// Made by kernels/ptx.py with {WHEEL} of {', '.join(files)}\n// sha256 {digest}\n"
     return head + "\n".join(lines) + "\n"
 
 

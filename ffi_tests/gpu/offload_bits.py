@@ -26,9 +26,26 @@ WAYS = {
 }
 
 
+#: Narrow states, each on the host against a tail on the device, which has kernels of its own for them.
+NARROW = {
+    "8-bit moments": {"moment_dtype": "int8"},
+    "split masters": {"master": "split"},
+    "split masters and 8-bit moments": {"master": "split", "moment_dtype": "int8"},
+    "split masters, bfloat16 moments rounded at random": {
+        "master": "split",
+        "moment_dtype": torch.bfloat16,
+        "moment_rounding": "stochastic",
+    },
+}
+
+
 def main():
     torch.use_deterministic_algorithms(True)
     failed = 0
+    for name, options in NARROW.items():
+        wanted = _train(torch.bfloat16, None, overlap=False, max_norm=None, **options)
+        found = _train(torch.bfloat16, None, overlap=True, max_norm=None, tail=3, **options)
+        failed += not _told(f"a tail of {name}", found, wanted)
     for dtype in (torch.bfloat16, torch.float32):
         gradients = []
         wanted = _train(dtype, gradients, overlap=False)

@@ -105,12 +105,6 @@ def test_frozen_parameters_need_no_memory_before_they_are_trained():
     assert all(map(torch.equal, ours, before)) and sum(optimizer.memory().host.values()) == 16_000
 
 
-def test_a_tail_is_told_of_what_serves_it_only():
-    with pytest.raises(InvalidArgumentError) as refused:
-        offload(params(), host_memory=90_000, tail=1)
-    assert "split" not in str(refused.value)
-
-
 @pytest.mark.parametrize("scale", [1e4, 1e-12])
 def test_no_log_takes_more_than_is_planned(scale):
     torch.manual_seed(0)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import spillway.torch as own
+from spillway._tail_search import AskedTail
 from spillway.errors import InvalidArgumentError, UnsupportedError
 from spillway.torch._codes import decoded, encoded
+from spillway.torch._offload import tail as tail_module
 
 BF16, F32 = torch.bfloat16, torch.float32
 NEAREST = {"moment_dtype": BF16}
@@ -193,13 +195,71 @@ def test_a_moment_of_another_dtype_is_named_before_anything_is_stepped():
     assert same([param.detach() for param in ours.parameters()], before)
 
 
+@KINDS
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("tail", [1, 2, 9])
+def test_a_tail_has_the_bits_of_no_tail(kind, dtype, tail):
+    found = []
+    for kept in (0, tail):
+        ours = model(dtype)
+        mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, max_norm=0.5, tail=kept, bucket_bytes=4096, **kind)
+        train(ours, mine, 3)
+        # The program writes to a parameter that has its state on the device, and to one that has not.
+        with torch.no_grad():
+            ours[0].bias.mul_(1.25)
+            ours[4].weight.mul_(1.25)
+        train(ours, mine, 3, big=(1,))
+        assert not kept or any(slot.stays for slot in mine._slots.values())
+        found.append(ends(ours, mine))
+    assert same(*found)
+
+
+@KINDS
+def test_states_move_between_host_and_tail_with_what_is_known_of_them(kind, monkeypatch):
+    found, tail = [], [0]
+    monkeypatch.setattr(AskedTail, "buckets", property(lambda _: tail[0]))
+    for moves in (False, True):
+        ours = model()
+        mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, bucket_bytes=4096, **kind)
+        for step in range(6):
+            tail[0] = (0, 2, 9, 1, 0, 3)[step] if moves else 0
+            train(ours, mine, 1)
+            with torch.no_grad():
+                ours[step % 3 * 2].weight[0].mul_(1.25)
+        train(ours, mine, 1)
+        found.append(ends(ours, mine))
+    assert same(*found)
+    assert any(slot.stays for slot in mine._slots.values()) and not all(slot.stays for slot in mine._slots.values())
+
+
+@KINDS
+def test_a_state_dict_of_a_tail_resumes_without_one_and_back(kind):
+    found = []
+    for first, second in ((0, 0), (9, 0), (0, 9)):
+        ours = model()
+        mine = own.offload(ours, torch.optim.AdamW, lr=1e-2, tail=first, bucket_bytes=4096, **kind)
+        train(ours, mine, 3)
+        with torch.no_grad():
+            ours[0].weight.mul_(1.25)
+        saved = mine.state_dict()
+        after = own.offload(ours, torch.optim.AdamW, lr=1e-2, tail=second, bucket_bytes=4096, **kind)
+        after.load_state_dict(saved)
+        train(ours, after, 3)
+        found.append(ends(ours, after))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_a_tail_that_torch_steps_serves_no_narrow_states(monkeypatch):
+    monkeypatch.setitem(tail_module._kernels, torch.device("cpu"), tail_module.TorchKernels())
+    for kind in (STOCHASTIC, CODES, SPLIT):
+        with pytest.raises(UnsupportedError, match="torch steps the tail of cpu.*pass tail=0"):
+            own.offload(model(), torch.optim.AdamW, tail=1, **kind)
+        own.offload(model(), torch.optim.AdamW, **kind)
+
+
 def test_what_is_not_served_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="is float16: a step with bfloat16 moments"):
         own.offload(model(torch.float16), torch.optim.AdamW, **NEAREST)
-    with pytest.raises(UnsupportedError, match="'stochastic'.*tail is 1.*tail=0"):
-        own.offload(model(), torch.optim.AdamW, tail=1, **STOCHASTIC)
-    with pytest.raises(UnsupportedError, match="'int8'.*tail is 1.*tail=0"):
-        own.offload(model(), torch.optim.AdamW, tail=1, **CODES)
     with pytest.raises(InvalidArgumentError, match="moment_dtype is torch.float64"):
         own.offload(model(), torch.optim.AdamW, moment_dtype=torch.float64)
     with pytest.raises(InvalidArgumentError, match='moment_rounding.*moment_dtype="bf16"'):
@@ -276,8 +336,6 @@ def test_masters_of_both_kinds_load_into_each_other():
 def test_parameters_that_a_split_master_cannot_have_are_refused():
     with pytest.raises(UnsupportedError, match="float16, and master='split' is for bfloat16"):
         own.offload(model(torch.float16), torch.optim.AdamW, **SPLIT)
-    with pytest.raises(UnsupportedError, match="master is 'split', and tail is 'auto'"):
-        own.offload(model(), torch.optim.AdamW, tail="auto", **SPLIT)
     with pytest.raises(InvalidArgumentError, match="master is 'half'"):
         own.offload(model(), torch.optim.AdamW, master="half")
 

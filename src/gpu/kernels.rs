@@ -14,10 +14,11 @@ use super::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::squares::TILE;
-use crate::kernel::{AdamRule, WeightDecay};
+use crate::kernel::{AdamRule, BLOCK, WeightDecay};
 
 pub(super) const CAST: &str = include_str!("../../kernels/cast.ptx");
 pub(super) const ADAM: &str = include_str!("../../kernels/adam.ptx");
+pub(super) const NARROW: &str = include_str!("../../kernels/narrow.ptx");
 const THREADS: u32 = 256;
 const WARPS: u64 = THREADS as u64 / 32;
 /// The launch limit. A launch has as many blocks as there is work, so that the device balances them dynamically.
@@ -35,7 +36,7 @@ pub struct Kernels {
     functions: HashMap<KernelName, Function>,
     /// Smaller in tests, so that each warp processes many tiles.
     pub(super) most_blocks: u32,
-    _modules: [Module; 2],
+    _modules: [Module; 3],
 }
 
 /// A kernel as a launch names it: what it does, and the types of its arrays. Text is made of it in messages only.
@@ -47,7 +48,8 @@ pub(super) struct KernelName {
 
 impl KernelName {
     /// The kinds. A name that begins with another name stands before that one.
-    const KINDS: [&'static str; 5] = ["adam_stochastic", "adam", "cast", "squares", "fold"];
+    const KINDS: [&'static str; 8] =
+        ["adam_stochastic", "adam", "cast", "squares", "fold", "split_coded", "split", "coded"];
 
     fn of<const N: usize>(kind: &'static str, types: [Dtype; N]) -> KernelName {
         KernelName { kind, types: std::array::from_fn(|at| types.get(at).copied()) }
@@ -55,10 +57,18 @@ impl KernelName {
 
     /// The step of a tensor.
     pub(super) fn adam(rule: &AdamRule, tensor: &DeviceTensor) -> KernelName {
-        let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
         let DeviceStates { param, exp_avg, .. } = tensor.states;
-        let mut kernel = KernelName::of(kind, [param.dtype, exp_avg.dtype, tensor.grad.dtype]);
-        kernel.types[3] = tensor.param_copy.map(|copy| copy.dtype);
+        let (state, grad) = (exp_avg.dtype, tensor.grad.dtype);
+        let (mut kernel, copies) = match (tensor.narrow.low, tensor.narrow.codes) {
+            (Some(_), Some(_)) => return KernelName::of("split_coded", [grad]),
+            (Some(_), None) => return KernelName::of("split", [state, grad]),
+            (None, Some(_)) => (KernelName::of("coded", [grad]), 1),
+            (None, None) if rule.stochastic.is_some() => {
+                (KernelName::of("adam_stochastic", [param.dtype, state, grad]), 3)
+            }
+            (None, None) => (KernelName::of("adam", [param.dtype, state, grad]), 3),
+        };
+        kernel.types[copies] = tensor.param_copy.map(|copy| copy.dtype);
         kernel
     }
 
@@ -93,6 +103,9 @@ pub struct DeviceFloats {
 }
 
 impl DeviceFloats {
+    /// No elements.
+    pub const EMPTY: DeviceFloats = DeviceFloats { span: DeviceSpan::EMPTY, dtype: Dtype::F32 };
+
     /// All of `span` as elements. Errors: address or length is not a multiple of the element size.
     pub fn new(span: DeviceSpan, dtype: Dtype, argument: &'static str) -> Result<DeviceFloats> {
         let size = dtype.size() as u64;
@@ -162,18 +175,82 @@ pub struct DeviceTensor {
     pub grad: DeviceFloats,
     /// Receives the new parameter in 16 bits.
     pub param_copy: Option<DeviceFloats>,
+    /// The arrays of narrow states.
+    pub narrow: DeviceNarrow,
 }
 
+/// What a split master and 8-bit moments have beside the arrays of other states. Such states have no shadow.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DeviceNarrow {
+    /// The low bits of a split master, whose upper bits are the bf16 parameter.
+    pub low: Option<DeviceLow>,
+    /// 8-bit moments. The moments of the tensor's [`DeviceStates`] are empty then.
+    pub codes: Option<[DeviceCodes; 2]>,
+}
+
+/// An 8-bit moment.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceCodes {
+    /// A byte for each element.
+    pub codes: DeviceSpan,
+    /// A bf16 for each block of codes.
+    pub scales: DeviceFloats,
+}
+
+/// The low bits of a split master.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceLow {
+    /// 16 bits for each element.
+    pub bits: DeviceFloats,
+    /// A word for each tile, by which a step sees what other code has written; `None`: the low bits count.
+    pub sums: Option<DeviceSpan>,
+}
+
+impl DeviceNarrow {
+    /// Refuses arrays that do not belong to a parameter of `n` elements.
+    fn check(&self, n: u64) -> Result<()> {
+        let fits = |name, elements: u64, wanted: u64| match elements == wanted {
+            true => Ok(()),
+            false => Err(Error::invalid(name, format!("has {elements} elements, but must have {wanted}"))),
+        };
+        if let Some(low) = &self.low {
+            fits("param_low", low.bits.len(), n)?;
+            if let Some(sums) = low.sums {
+                fits("low_sums", sums.bytes() / SUM_BYTES, n.div_ceil(TILE as u64))?;
+            }
+        }
+        for (moment, names) in self.codes.iter().flatten().zip(CODES) {
+            fits(names[0], moment.codes.bytes(), n)?;
+            fits(names[1], moment.scales.len(), n.div_ceil(BLOCK as u64))?;
+        }
+        Ok(())
+    }
+}
+
+/// The arguments of each 8-bit moment.
+const CODES: [[&str; 2]; 2] = [["exp_avg", "exp_avg_scale"], ["exp_avg_sq", "exp_avg_sq_scale"]];
+/// Bytes of the sum of a tile.
+const SUM_BYTES: u64 = size_of::<u64>() as u64;
+
 impl DeviceTensor {
+    /// A tensor without shadow and narrow states.
+    pub fn new(states: DeviceStates, grad: DeviceFloats, param_copy: Option<DeviceFloats>) -> DeviceTensor {
+        DeviceTensor { states, shadow: None, grad, param_copy, narrow: DeviceNarrow::default() }
+    }
+
     /// Refuses arrays that do not belong together.
     pub(super) fn check(&self) -> Result<()> {
         let n = self.states.param.len();
+        let is_coded = self.narrow.codes.is_some();
+        let floats = |moment| (!is_coded).then_some(moment);
         let others = [
             ("grad", Some(self.grad)),
-            ("exp_avg", Some(self.states.exp_avg)),
-            ("exp_avg_sq", Some(self.states.exp_avg_sq)),
+            ("exp_avg", floats(self.states.exp_avg)),
+            ("exp_avg_sq", floats(self.states.exp_avg_sq)),
             ("param_copy", self.param_copy),
         ];
+        self.narrow.check(n)?;
+        self.check_narrow()?;
         let [exp_avg, exp_avg_sq] = [self.states.exp_avg, self.states.exp_avg_sq].map(|floats| floats.dtype);
         if exp_avg != exp_avg_sq {
             let reason = format!(
@@ -193,12 +270,47 @@ impl DeviceTensor {
             false => Err(Error::invalid("shadow", "must have the same types and lengths as the states")),
         }
     }
+
+    /// Refuses narrow states of other types than the kernels have.
+    fn check_narrow(&self) -> Result<()> {
+        let DeviceNarrow { low, codes } = &self.narrow;
+        if self.shadow.is_some() && (low.is_some() || codes.is_some()) {
+            return Err(Error::invalid("shadow", "must be NULL: narrow states have no shadow"));
+        }
+        let param = self.states.param.dtype;
+        if low.is_some() && (param != Dtype::Bf16 || self.param_copy.is_some()) {
+            return Err(Error::invalid("param_low", "needs a bf16 param and no param_copy"));
+        }
+        if codes.is_some() && low.is_none() && param != Dtype::F32 {
+            let reason = format!(
+                "8-bit moments on a GPU need an f32 param, or a bf16 param with param_low; this param is {}",
+                param.name()
+            );
+            return Err(Error::Unsupported(reason));
+        }
+        Ok(())
+    }
+
+    /// The addresses that the step reads and writes, in the order of a [`Row`].
+    fn addresses(&self) -> ([u64; 3], [u64; 3]) {
+        let DeviceNarrow { low, codes } = &self.narrow;
+        let mut from = self.states.addresses();
+        let mut to = self.shadow.unwrap_or(self.states).addresses();
+        if let Some(low) = low {
+            to[0] = low.bits.span.address();
+        }
+        for (at, moment) in codes.iter().flatten().enumerate() {
+            from[at + 1] = moment.codes.address();
+            to[at + 1] = moment.scales.span.address();
+        }
+        (from, to)
+    }
 }
 
 /// Coefficients in the layout that the kernels read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(C)]
-pub(super) struct Rule(pub(super) [u32; 13]);
+pub(super) struct Rule(pub(super) [u32; 14]);
 
 impl From<&AdamRule> for Rule {
     fn from(rule: &AdamRule) -> Rule {
@@ -218,6 +330,7 @@ impl From<&AdamRule> for Rule {
             rule.decay_factor.to_bits(),
             key as u32,
             (key >> 32) as u32,
+            rule.stochastic.is_some().into(),
         ])
     }
 }
@@ -227,9 +340,10 @@ impl From<&AdamRule> for Rule {
 #[repr(C)]
 pub(super) struct Row {
     from: [u64; 3],
+    /// Of narrow states: the low bits, and the scales of both moments.
     to: [u64; 3],
     grad: u64,
-    /// 0 without a copy.
+    /// 0 without a copy. Of a split master: the sums of its tiles, 0 without them.
     copy: u64,
     elements: u64,
     /// Tiles of all rows before this one.
@@ -243,11 +357,13 @@ impl Row {
 
     /// The row of `tensor`, which has passed its check. `rule`: the number of its coefficients.
     pub(super) fn new(tensor: &DeviceTensor, first: u64, rule: u64) -> Row {
+        let (from, to) = tensor.addresses();
+        let sums = tensor.narrow.low.and_then(|low| low.sums).map_or(0, |sums| sums.address());
         Row {
-            from: tensor.states.addresses(),
-            to: tensor.shadow.unwrap_or(tensor.states).addresses(),
+            from,
+            to,
             grad: tensor.grad.span.address(),
-            copy: tensor.param_copy.map_or(0, |copy| copy.span.address()),
+            copy: tensor.param_copy.map_or(sums, |copy| copy.span.address()),
             elements: tensor.grad.len(),
             first,
             rule,
@@ -325,14 +441,19 @@ pub(super) struct Fold {
 impl Kernels {
     /// Compiles the kernels; the driver caches the result for later processes.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
-        Kernels::compile(device, CAST, ADAM)
+        Kernels::compile(device, [CAST, ADAM, NARROW])
     }
 
     /// As [`Kernels::load`], from other PTX texts.
-    pub(super) fn compile(device: &Arc<Device>, cast: &str, adam: &str) -> Result<Kernels> {
-        let modules = [Module::load(device, "cast.ptx", cast)?, Module::load(device, "adam.ptx", adam)?];
+    pub(super) fn compile(device: &Arc<Device>, texts: [&str; 3]) -> Result<Kernels> {
+        let [cast, adam, narrow] = texts;
+        let modules = [
+            Module::load(device, "cast.ptx", cast)?,
+            Module::load(device, "adam.ptx", adam)?,
+            Module::load(device, "narrow.ptx", narrow)?,
+        ];
         let mut functions = HashMap::new();
-        for (module, text) in modules.iter().zip([cast, adam]) {
+        for (module, text) in modules.iter().zip(texts) {
             for line in text.lines() {
                 let name = line.strip_prefix(".visible .entry ").and_then(|rest| rest.strip_suffix('('));
                 if let Some((name, kernel)) = name.and_then(|name| Some((name, KernelName::parse(name)?))) {

@@ -35,6 +35,9 @@ pub struct DeviceSpan {
 }
 
 impl DeviceSpan {
+    /// No bytes.
+    pub const EMPTY: DeviceSpan = DeviceSpan { address: 0, bytes: 0 };
+
     /// # Safety
     /// The bytes are device memory of the primary context. All other accesses to them are ordered by the
     /// events that are passed to the calls that use this span.

@@ -324,8 +324,13 @@ class Gpu(_NativeHandle):
         Raises:
             InvalidArgumentError: An array does not fit.
             GpuError: The driver failed."""
+        return self._step_table(adam, device_table(tensors, shadow, self.ordinal), stream, grad_scale, return_stats)
+
+    def _step_table(
+        self, adam: Adam, table: Any, stream: CudaStream | None = None, grad_scale: float = 1.0, return_stats: bool = False
+    ) -> StepStats | None:
+        """As step(), for the rows of a C table."""
         options = options_of(adam, grad_scale)
-        table = device_table(tensors, shadow, self.ordinal)
         out: Any = _abi.sized(_abi.StepStats) if return_stats else None
         arguments = (
             ctypes.byref(options),

@@ -8,11 +8,14 @@ use crate::capi::handle::Handle;
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
 use crate::capi::optim::table::{own_rule, rule};
-use crate::capi::optim::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
+use crate::capi::optim::tensor::{self, parse_dtype, spw_dtype, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
+use crate::dtype::Dtype;
 use crate::gpu::device::Device;
 use crate::gpu::driver::Driver;
-use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::kernels::{
+    DeviceCodes, DeviceFloats, DeviceLow, DeviceNarrow, DeviceStates, DeviceTensor, Kernels,
+};
 use crate::gpu::list::Job;
 use crate::gpu::memory::{DeviceSpan, Registry};
 use crate::gpu::steps::Steps;
@@ -193,6 +196,8 @@ pub extern "C" fn spw_gpu_get_info(gpu: Option<&spw_gpu>, info_out: Out<spw_gpu_
 ///
 /// The memory of the tensors stays valid until the step has ended.
 ///
+/// A tensor may have a split master or 8-bit moments. Beside 8-bit moments param is f32, or bf16 with param_low.
+///
 /// With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
 /// state. To redo it, the caller passes the old state to this call again with another factor.
 ///
@@ -263,6 +268,49 @@ pub(in crate::capi) unsafe fn floats(
     DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
 }
 
+/// What a split master and 8-bit moments have beside the arrays of other states.
+///
+/// # Safety
+/// As `spw_gpu_adam_step`.
+unsafe fn narrow(raw: &spw_tensor) -> Result<DeviceNarrow> {
+    // SAFETY: the caller's promise.
+    let span =
+        |address: *const c_void, bytes, argument| unsafe { DeviceSpan::new(address as u64, bytes, argument) };
+    let mut narrow = DeviceNarrow::default();
+    if !raw.param_low.is_null() {
+        // SAFETY: the caller's promise. The words are 16 bits, as a bf16 is.
+        let bits =
+            unsafe { floats(raw.param_low as u64, spw_dtype::SPW_DTYPE_BF16 as u32, raw.n, "param_low")? };
+        let sums = match raw.low_sums.is_null() {
+            true => None,
+            false if !raw.low_sums.is_aligned() => {
+                let reason = format!("address {:p} is not aligned to 8 bytes", raw.low_sums);
+                return Err(Error::invalid("low_sums", reason));
+            }
+            false => Some(span(raw.low_sums.cast(), tensor::bytes_of_sums(raw.n), "low_sums")?),
+        };
+        narrow.low = Some(DeviceLow { bits, sums });
+    } else if !raw.low_sums.is_null() {
+        return Err(tensor::sums_of_no_low_bits());
+    }
+    if tensor::has_codes(raw) {
+        tensor::check_scales(raw)?;
+        let moment =
+            |codes: *mut c_void, scales: *mut c_void, [codes_name, scales_name]: [&'static str; 2]| {
+                let scales = span(scales, tensor::bytes_of_scales(raw.n), scales_name)?;
+                Ok::<_, Error>(DeviceCodes {
+                    codes: span(codes, raw.n, codes_name)?,
+                    scales: DeviceFloats::new(scales, Dtype::Bf16, scales_name)?,
+                })
+            };
+        narrow.codes = Some([
+            moment(raw.exp_avg, raw.exp_avg_scale, ["exp_avg", "exp_avg_scale"])?,
+            moment(raw.exp_avg_sq, raw.exp_avg_sq_scale, ["exp_avg_sq", "exp_avg_sq_scale"])?,
+        ]);
+    }
+    Ok(narrow)
+}
+
 /// Reads tensors in device memory. Tensors without their own options use `shared`.
 ///
 /// # Safety
@@ -274,8 +322,7 @@ pub(in crate::capi) unsafe fn jobs(
 ) -> Result<Vec<Job>> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        let raw = tensor::read_all(tensors, count)?;
-        tensor::no_codes(&raw)?;
+        let raw = tensor::read_split(tensors, count)?;
         overlap::check(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
@@ -289,11 +336,17 @@ pub(in crate::capi) unsafe fn jobs(
                 0 => None,
                 dtype => Some(floats(raw.param_copy, dtype, "param_copy")?),
             };
-            let states = DeviceStates {
-                param: floats(raw.param, raw.param_dtype, "param")?,
-                exp_avg: floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
-                exp_avg_sq: floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
+            let param = floats(raw.param, raw.param_dtype, "param")?;
+            let narrow = narrow(raw)?;
+            let [exp_avg, exp_avg_sq] = match narrow.codes {
+                // The codes are the moments.
+                Some(_) => [DeviceFloats::EMPTY; 2],
+                None => [
+                    floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
+                    floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
+                ],
             };
+            let states = DeviceStates { param, exp_avg, exp_avg_sq };
             let shadow = match tensor::has_shadow(raw) {
                 false => None,
                 true => Some(DeviceStates {
@@ -303,7 +356,7 @@ pub(in crate::capi) unsafe fn jobs(
                 }),
             };
             let grad = floats(raw.grad, raw.grad_dtype, "grad")?;
-            Ok(Job { rule, tensor: DeviceTensor { states, shadow, grad, param_copy: copy } })
+            Ok(Job { rule, tensor: DeviceTensor { states, shadow, grad, param_copy: copy, narrow } })
         };
         let numbered = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
         numbered

@@ -96,7 +96,7 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
                 ));
             }
             let event = parse_event(event)?;
-            tensor::no_shadows(&tensor::read_all(tensors, count)?)?;
+            tensor::no_shadows(&tensor::read_split(tensors, count)?)?;
             let jobs = jobs(round, tensors, count)?;
             if jobs.iter().any(|job| job.rule.grad_scale != round.grad_scale) {
                 return Err(Error::invalid("tensors", "must have the grad_scale of the round"));

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::capi::optim::tensor::ADDRESS_SPACE;
+use crate::capi::optim::tensor::is_memory;
 use crate::capi::prelude::*;
 use crate::optim::checksums;
 use crate::sys::try_vec;
@@ -47,7 +47,7 @@ unsafe fn memory<'a>(start: *const c_void, length: u64, index: usize) -> Result<
     if start.is_null() {
         return Err(Error::invalid(format!("data[{index}]"), format!("is NULL, but has {length} bytes")));
     }
-    if start.addr() as u128 + u128::from(length) > ADDRESS_SPACE {
+    if !is_memory(start.addr(), length) {
         let reason = format!("{length} bytes from {start:p} exceed the address space");
         return Err(Error::invalid(format!("bytes[{index}]"), reason));
     }

@@ -166,7 +166,7 @@ pub(in crate::capi) fn no_low_bits(tensors: &[spw_tensor]) -> Result<()> {
 }
 
 /// The error for a tensor with low_sums and without param_low.
-fn sums_of_no_low_bits() -> Error {
+pub(in crate::capi) fn sums_of_no_low_bits() -> Error {
     Error::invalid("low_sums", "is set, but param_low is NULL")
 }
 
@@ -176,10 +176,16 @@ pub(in crate::capi) fn no_split_masters() -> Error {
     Error::Unsupported(reason.to_string())
 }
 
-/// Copies the tensors of a call as structs of this version. Rejects param_low and take_copy.
+/// As [`read_split`]. Rejects param_low.
 pub(in crate::capi) fn read_all(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
-    let mut raw = tensors.read_all(count, "tensors")?;
+    let raw = read_split(tensors, count)?;
     no_low_bits(&raw)?;
+    Ok(raw)
+}
+
+/// Copies the tensors of a call as structs of this version. Rejects take_copy.
+pub(in crate::capi) fn read_split(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
+    let mut raw = tensors.read_all(count, "tensors")?;
     match raw.iter().position(|raw| raw.n > 0 && raw.take_copy != 0) {
         None => {}
         Some(index) => return Err(at(index, no_taken_copies())),
@@ -297,7 +303,7 @@ pub(super) unsafe fn low_bits<'a>(raw: &spw_tensor) -> Result<&'a mut [u16]> {
 }
 
 /// Bytes of the sums of a tensor, which has a word for each tile.
-pub(super) fn bytes_of_sums(n: u64) -> u64 {
+pub(in crate::capi) fn bytes_of_sums(n: u64) -> u64 {
     n.div_ceil(TILE as u64) * 8
 }
 
@@ -315,7 +321,7 @@ pub(super) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u6
     }
     // Fewer bytes than those of param, which fit the address space.
     let bytes = bytes_of_sums(raw.n);
-    if address.addr() as u128 + u128::from(bytes) > ADDRESS_SPACE {
+    if !is_memory(address.addr(), bytes) {
         return Err(Error::invalid(
             "low_sums",
             format!("{bytes} bytes from {address:p} exceed the address space"),
@@ -329,7 +335,7 @@ pub(super) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u6
 const CODES: u32 = spw_dtype::SPW_DTYPE_CODES as u32;
 
 /// Bytes of the scales of `n` codes.
-pub(super) fn bytes_of_scales(n: u64) -> u64 {
+pub(in crate::capi) fn bytes_of_scales(n: u64) -> u64 {
     n.div_ceil(BLOCK as u64) * 2
 }
 
@@ -363,7 +369,7 @@ pub(super) unsafe fn codes_of<'a>(
         if span.is_null() {
             return Err(Error::invalid(name, "is NULL"));
         }
-        if span.addr() as u128 + u128::from(bytes) > ADDRESS_SPACE {
+        if !is_memory(span.addr(), bytes) {
             return Err(Error::invalid(
                 name,
                 format!("{bytes} bytes from {span:p} exceed the address space"),
@@ -386,7 +392,7 @@ pub(super) unsafe fn codes_of<'a>(
 }
 
 /// True if the tensor has 8-bit moments, or scales of them.
-pub(super) fn has_codes(raw: &spw_tensor) -> bool {
+pub(in crate::capi) fn has_codes(raw: &spw_tensor) -> bool {
     // Without a branch for each: a call asks for every tensor.
     (raw.state_dtype == CODES) | !raw.exp_avg_scale.is_null() | !raw.exp_avg_sq_scale.is_null()
 }
@@ -407,7 +413,7 @@ pub(in crate::capi) fn no_steps_of_codes() -> Error {
 }
 
 /// Rejects scales without SPW_DTYPE_CODES.
-fn check_scales(raw: &spw_tensor) -> Result<()> {
+pub(in crate::capi) fn check_scales(raw: &spw_tensor) -> Result<()> {
     match raw.state_dtype {
         CODES => Ok(()),
         _ => {
@@ -503,27 +509,37 @@ pub(in crate::capi) unsafe fn optional_span<'a>(
     }
 }
 
+/// Inlined, because lists of small tensors pay for each call.
+#[inline]
 fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'static str) -> Result<usize> {
-    if address.is_null() {
-        return Err(Error::invalid(argument, "is NULL"));
+    let (address, size) = (address.addr(), dtype.size());
+    let fits = |bytes| is_memory(address, bytes);
+    if address != 0 && address & (size - 1) == 0 && n.checked_mul(size as u64).is_some_and(fits) {
+        return Ok(n as usize);
     }
-    if !address.addr().is_multiple_of(dtype.size()) {
-        let reason =
-            format!("address {address:p} is not aligned to {} bytes ({})", dtype.size(), dtype.name());
-        return Err(Error::invalid(argument, reason));
-    }
-    let bytes = u128::from(n) * dtype.size() as u128;
-    match address.addr() as u128 + bytes <= ADDRESS_SPACE {
-        true => Ok(n as usize),
-        false => Err(Error::invalid(
-            argument,
-            format!("{n} elements of {} exceed the address space", dtype.name()),
-        )),
-    }
+    Err(no_elements(address, dtype, n, argument))
+}
+
+/// Why there are no `n` elements at an address.
+#[cold]
+fn no_elements(address: usize, dtype: Dtype, n: u64, argument: &'static str) -> Error {
+    let reason = match address {
+        0 => "is NULL".to_string(),
+        _ if !address.is_multiple_of(dtype.size()) => {
+            format!("address {address:#x} is not aligned to {} bytes ({})", dtype.size(), dtype.name())
+        }
+        _ => format!("{n} elements of {} exceed the address space", dtype.name()),
+    };
+    Error::invalid(argument, reason)
 }
 
 /// Upper bound of user addresses on every processor.
-pub(super) const ADDRESS_SPACE: u128 = 1 << 56;
+const ADDRESS_SPACE: u64 = 1 << 56;
+
+/// True if these bytes do not exceed the address space.
+pub(super) fn is_memory(address: usize, bytes: u64) -> bool {
+    bytes <= ADDRESS_SPACE && address as u64 <= ADDRESS_SPACE - bytes
+}
 
 /// Checks that the caller requested statistics, waits for them, and writes them.
 pub(in crate::capi) fn wait_stats(

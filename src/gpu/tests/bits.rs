@@ -13,7 +13,9 @@ use super::sample::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, start_of, tens
 use super::{device, foreign};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::gpu::device::Device;
-use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Fold, Kernels, SEGMENT};
+use crate::gpu::kernels::{
+    ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Fold, Kernels, NARROW, SEGMENT,
+};
 use crate::gpu::list::Job;
 use crate::gpu::memory::{DeviceMemory, DeviceSpan, HostSpan, Registry};
 use crate::gpu::steps::Steps;
@@ -40,12 +42,13 @@ const STAGING: usize = 8 << 20;
 
 impl Bench {
     pub(super) fn new(ordinal: u32) -> Bench {
-        Bench::with(ordinal, CAST, ADAM)
+        Bench::with(ordinal, [CAST, ADAM, NARROW])
     }
 
-    fn with(ordinal: u32, cast: &str, adam: &str) -> Bench {
+    /// With other PTX texts.
+    pub(super) fn with(ordinal: u32, texts: [&str; 3]) -> Bench {
         let device = device(ordinal);
-        let mut kernels = Kernels::compile(&device, cast, adam).unwrap();
+        let mut kernels = Kernels::compile(&device, texts).unwrap();
         kernels.most_blocks = 8;
         let kernels = Arc::new(kernels);
         let steps = Steps::new(&device, &kernels).unwrap();
@@ -134,12 +137,8 @@ fn compare(
     let mut got = start.clone();
     let placed: Vec<Placed> = got.iter_mut().map(|span| bench.place(span, aligned)).collect();
     let device_grad = bench.place(&mut grad, aligned);
-    let tensor = DeviceTensor {
-        states: states(&placed),
-        shadow: None,
-        grad: device_grad.values,
-        param_copy: dtypes.copy.map(|_| placed[3].values),
-    };
+    let tensor =
+        DeviceTensor::new(states(&placed), device_grad.values, dtypes.copy.map(|_| placed[3].values));
     let found = bench.steps.adam(&[Job { rule, tensor }], foreign(&bench.stream), true).unwrap().sum_squares;
     if found.to_bits() != StepStats::of(sum).sum_squares.to_bits() {
         faults.push(format!("sum {found} != {sum}"));
@@ -257,7 +256,7 @@ fn kernels_that_round_otherwise_are_found() {
     };
     for (what, text) in mutants {
         assert_ne!(text, ADAM, "{what}");
-        let bench = Bench::with(1, CAST, &text);
+        let bench = Bench::with(1, [CAST, &text, NARROW]);
         let mut kinds = DECAYS.into_iter().flat_map(|decay| [(decay, true), (decay, false)]);
         let found = kinds.any(|(decay, aligned)| {
             !compare(&bench, AdamRule { decay, ..coarse }, dtypes, 4099, false, aligned).is_empty()
@@ -314,7 +313,7 @@ fn casts_of_every_pattern_have_the_bits_of_the_processor() {
     }
     let ties = CAST.replace(", 32767;", ", 32768;");
     assert_ne!(ties, CAST);
-    let narrow = narrowed(&Bench::with(5, &ties, ADAM), &floats, Dtype::Bf16);
+    let narrow = narrowed(&Bench::with(5, [&ties, ADAM, NARROW]), &floats, Dtype::Bf16);
     assert!(narrow.bits() != Span::of(Dtype::Bf16, &floats).bits(), "ties away from zero are not found");
 }
 
@@ -328,7 +327,7 @@ fn sums_of_squares_meet_in_the_tree_of_the_processor() {
         let mut grad = Span::of(dtype, &values(n, false, 9, false));
         let placed = bench.place(&mut grad, true);
         let same = DeviceStates { param: placed.values, exp_avg: placed.values, exp_avg_sq: placed.values };
-        let tensor = DeviceTensor { states: same, shadow: None, grad: placed.values, param_copy: None };
+        let tensor = DeviceTensor::new(same, placed.values, None);
         let found = bench.steps.measure(&[Job { rule, tensor }]).unwrap();
         let floats = match grad.inner() {
             FloatsMut::F32(s) => Floats::F32(s),
@@ -365,7 +364,7 @@ fn tensors_that_do_not_fit_together_are_refused() {
     let floats = |dtype, n: u64| DeviceFloats::new(memory.span().part(0, n * 4), dtype, "x").unwrap();
     let state = floats(Dtype::F32, 8);
     let states = DeviceStates { param: state, exp_avg: state, exp_avg_sq: state };
-    let good = DeviceTensor { states, shadow: None, grad: state, param_copy: None };
+    let good = DeviceTensor::new(states, state, None);
     let rule = adam_rule(WeightDecay::None);
     let short = DeviceTensor { grad: floats(Dtype::F32, 7), ..good };
     let odd = DeviceTensor { states: DeviceStates { param: floats(Dtype::F16, 4), ..states }, ..good };

@@ -50,7 +50,7 @@ fn copies_keep_their_memory_and_the_code_of_their_casts() {
     times_out(transfers.finish());
     drop((copy, kernels, transfers));
     let alive = |of: usize| fakecuda::with(71, |gpu| gpu.alive()[of]);
-    assert_eq!((alive(2), alive(4)), (2, 1), "modules and registrations");
+    assert_eq!((alive(2), alive(4)), (3, 1), "modules and registrations");
     pinned::free(block.address()).unwrap();
     assert_eq!(alive(4), 1, "the owner let go, and the copy did not");
     fakecuda::resume(71);
@@ -68,7 +68,7 @@ fn steps_keep_their_tables_and_their_code() {
     let floats = |at: usize| DeviceFloats::new(arrays[at].span(), Dtype::F32, "array").unwrap();
     let job = |at: usize| {
         let states = DeviceStates { param: floats(at), exp_avg: floats(at + 1), exp_avg_sq: floats(at + 2) };
-        let tensor = DeviceTensor { states, shadow: None, grad: floats(at + 3), param_copy: None };
+        let tensor = DeviceTensor::new(states, floats(at + 3), None);
         Job { rule: adam_rule(WeightDecay::None), tensor }
     };
     let jobs = [job(0), job(4)];
@@ -80,7 +80,7 @@ fn steps_keep_their_tables_and_their_code() {
     times_out(steps.measure(&jobs));
     times_out(steps.finish());
     drop((steps, kernels));
-    fakecuda::with(72, |gpu| assert_eq!((gpu.alive()[2], gpu.memory_used()), (2, used)));
+    fakecuda::with(72, |gpu| assert_eq!((gpu.alive()[2], gpu.memory_used()), (3, used)));
     fakecuda::resume(72);
     framework.synchronize().unwrap();
     fakecuda::with(72, |gpu| assert_eq!((gpu.races(), &gpu.queues.failures[..]), (&[][..], &[][..])));

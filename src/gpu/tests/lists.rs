@@ -37,7 +37,7 @@ impl Grid {
         let job = |index: u64| {
             let [param, exp_avg, exp_avg_sq, grad] = [0, 1, 2, 3].map(|array| self.array(index * 4 + array));
             let states = DeviceStates { param, exp_avg, exp_avg_sq };
-            Job { rule, tensor: DeviceTensor { states, shadow: None, grad, param_copy: None } }
+            Job { rule, tensor: DeviceTensor::new(states, grad, None) }
         };
         (0..tensors).map(job).collect()
     }
@@ -176,7 +176,7 @@ impl Twin {
     fn job(&self) -> Job {
         let param_copy = self.dtypes.copy.map(|_| self.placed[3].values);
         let states = states(&self.placed);
-        let tensor = DeviceTensor { states, shadow: None, grad: self.grad.values, param_copy };
+        let tensor = DeviceTensor::new(states, self.grad.values, param_copy);
         Job { rule: self.rule, tensor }
     }
 }

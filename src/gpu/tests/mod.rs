@@ -3,6 +3,7 @@
 mod bits;
 mod hang;
 mod lists;
+mod narrow;
 mod queue;
 #[path = "../../../kernels/tests/sample.rs"]
 mod sample;

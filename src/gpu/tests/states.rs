@@ -206,7 +206,7 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
         let block = buffer.span();
         registry.host(block, "block").unwrap();
         registry.host(block.part(10, 20), "block").unwrap();
-        fakecuda::with(16, |gpu| assert_eq!(gpu.alive(), [1, 2, 2, 1, 1]));
+        fakecuda::with(16, |gpu| assert_eq!(gpu.alive(), [1, 2, 3, 1, 1]));
         // The region is released with the buffer, and the registration before the region.
         drop(buffer);
         fakecuda::with(16, |gpu| assert_eq!(gpu.alive()[4], 0));

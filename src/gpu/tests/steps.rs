@@ -67,7 +67,7 @@ impl Fixture {
         let job = |arrays: &[DeviceMemory]| {
             let [param, exp_avg, exp_avg_sq, grad] = [0, 1, 2, 3].map(|index| floats(&arrays[index]));
             let states = DeviceStates { param, exp_avg, exp_avg_sq };
-            let tensor = DeviceTensor { states, shadow: None, grad, param_copy: None };
+            let tensor = DeviceTensor::new(states, grad, None);
             Job { rule: adam_rule(WeightDecay::None), tensor }
         };
         self.arrays.chunks(4).map(job).collect()

@@ -346,7 +346,7 @@ impl Memory {
             return Ok(());
         }
         let states = at.states(self.shape.sizes[subgroup])?;
-        let tensor = DeviceTensor { states, shadow: None, grad, param_copy: self.subgroups[subgroup].copy };
+        let tensor = DeviceTensor::new(states, grad, self.subgroups[subgroup].copy);
         self.kernels.adam(stream, &arrays::rule_of(rules, subgroup)?, &tensor)
     }
 

@@ -206,21 +206,23 @@ impl Parser {
                 self.branches.push((self.code.len(), label.to_string()));
                 Operation::Branch(usize::MAX)
             }
-            ("shfl.sync.down.b32", [to, from, by, clamp, mask]) => {
+            ("shfl.sync.down.b32" | "shfl.sync.bfly.b32", [to, from, by, clamp, mask]) => {
                 let to = to.split_once('|').ok_or("a shuffle returns a value and a predicate")?.0;
                 for known in [clamp, mask] {
                     self.register(known)?;
                 }
-                Operation::ShuffleDown {
+                Operation::Shuffle {
+                    across: name.contains("bfly"),
                     to: self.register(to)?,
                     from: self.register(from)?,
                     by: self.register(by)?,
                 }
             }
-            ("mov.b64", [to, from]) if from.starts_with('{') => {
+            ("mov.b64" | "mov.b32", [to, from]) if from.starts_with('{') => {
                 let halves = vector(from)?;
                 let [low, high] = halves[..] else { return Err("not two halves".to_string()) };
-                Operation::Join(self.register(to)?, [self.register(low)?, self.register(high)?])
+                let halves = [self.register(low)?, self.register(high)?];
+                Operation::Join(self.register(to)?, halves, if name == "mov.b64" { 32 } else { 16 })
             }
             ("mov.b64", [to, from]) if to.starts_with('{') => {
                 let halves = vector(to)?;
@@ -232,7 +234,7 @@ impl Parser {
             _ if name.starts_with("ld.") || name.starts_with("st.") => self.access(name, operands)?,
             _ if name.starts_with("setp.") => self.compare(name, operands)?,
             (
-                "selp.b16" | "selp.u16" | "selp.b32" | "selp.f32" | "selp.f64" | "selp.b64",
+                "selp.b16" | "selp.u16" | "selp.b32" | "selp.u32" | "selp.f32" | "selp.f64" | "selp.b64",
                 [to, then, otherwise, by],
             ) => Operation::Select {
                 to: self.register(to)?,
@@ -251,6 +253,10 @@ impl Parser {
             ("mad.lo.s32", [to, a, b, c]) => Operation::MulAdd32(
                 self.register(to)?,
                 [self.register(a)?, self.register(b)?, self.register(c)?],
+            ),
+            ("prmt.b32", [to, a, b, selector]) => Operation::Permute(
+                self.register(to)?,
+                [self.register(a)?, self.register(b)?, self.register(selector)?],
             ),
             ("bfi.b64", [to, from, into, position, length]) => Operation::Insert64 {
                 to: self.register(to)?,
@@ -354,7 +360,9 @@ fn binary(name: &str) -> Outcome<Binary> {
         "mul.lo.s64" | "mul.lo.u64" => Binary::Mul64,
         "mul.lo.s32" | "mul.lo.u32" => Binary::Mul32,
         "mul.wide.u32" => Binary::MulWide32,
+        "mul.hi.u64" => Binary::MulHigh64,
         "min.u32" => Binary::MinU32,
+        "max.u32" => Binary::MaxU32,
         "min.s32" => Binary::MinS32,
         "min.u64" => Binary::MinU64,
         "and.b16" | "and.b32" | "and.b64" | "and.pred" => Binary::And,

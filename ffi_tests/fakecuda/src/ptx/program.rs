@@ -94,6 +94,8 @@ pub(super) enum Operation {
         position: Register,
         length: Register,
     },
+    /// Four bytes of two words, which a selector names. Bit 3 of a number asks for the sign of the byte.
+    Permute(Register, [Register; 3]),
     Compare(Compare, Kind, Register, Register, Register),
     Select {
         to: Register,
@@ -101,12 +103,15 @@ pub(super) enum Operation {
         otherwise: Register,
         by: Register,
     },
-    /// Joins two halves into one value.
-    Join(Register, [Register; 2]),
+    /// Joins two halves of this many bits into one value.
+    Join(Register, [Register; 2], u32),
     /// Splits one value into two halves; None discards a half.
     Split([Option<Register>; 2], Register),
     Branch(usize),
-    ShuffleDown {
+    /// The value of another thread of the warp: of that `by` threads further, or of that whose number differs in the
+    /// bits of `by`.
+    Shuffle {
+        across: bool,
         to: Register,
         from: Register,
         by: Register,
@@ -140,7 +145,9 @@ pub(super) enum Binary {
     Mul64,
     Mul32,
     MulWide32,
+    MulHigh64,
     MinU32,
+    MaxU32,
     MinU64,
     MinS32,
     And,

@@ -65,10 +65,11 @@ impl Kernel {
             let Stop::Meet(place) = stops[0] else {
                 return Ok(threads.iter().map(|thread| thread.ran).sum());
             };
-            if let Operation::ShuffleDown { to, from, by } = self.code[place].operation {
+            if let Operation::Shuffle { across, to, from, by } = self.code[place].operation {
                 let values: Vec<u64> = threads.iter().map(|thread| thread.get(from)).collect();
                 for (lane, thread) in threads.iter_mut().enumerate() {
-                    let source = lane + thread.get(by) as usize;
+                    let by = thread.get(by) as usize;
+                    let source = if across { lane ^ by } else { lane + by };
                     thread.set(to, values[if source < values.len() { source } else { lane }]);
                 }
             }
@@ -96,7 +97,7 @@ impl Kernel {
                     return Ok(Stop::Return);
                 }
                 Operation::Branch(target) => thread.at = *target,
-                Operation::ShuffleDown { .. } | Operation::WarpBarrier => return Ok(Stop::Meet(place)),
+                Operation::Shuffle { .. } | Operation::WarpBarrier => return Ok(Stop::Meet(place)),
                 Operation::LoadParameter { to, base, offset, bytes } => {
                     let start = thread.get(*base).wrapping_add_signed(*offset) as usize;
                     let read = start.checked_add(to.len() * bytes).and_then(|end| parameters.get(start..end));
@@ -165,14 +166,24 @@ impl Thread {
                 let mask = u64::MAX.unbounded_shr(64u32.saturating_sub(length)).unbounded_shl(position);
                 self.set(to, self.get(from).unbounded_shl(position) & mask | self.get(into) & !mask)
             }
+            Operation::Permute(to, [a, b, selector]) => {
+                let bytes = (self.get(a) & 0xffff_ffff | self.get(b) << 32).to_le_bytes();
+                let chosen = [0, 4, 8, 12].map(|at| {
+                    let number = self.get(selector) >> at;
+                    let byte = bytes[(number & 7) as usize];
+                    if number & 8 == 0 { byte } else { ((byte as i8) >> 7) as u8 }
+                });
+                self.set(to, u32::from_le_bytes(chosen).into())
+            }
             Operation::Compare(compare, kind, to, a, b) => {
                 self.set(to, u64::from(compares(compare, kind, self.get(a), self.get(b))))
             }
             Operation::Select { to, then, otherwise, by } => {
                 self.set(to, self.get(if self.get(by) != 0 { then } else { otherwise }))
             }
-            Operation::Join(to, [low, high]) => {
-                self.set(to, self.get(low) & 0xffff_ffff | self.get(high) << 32)
+            Operation::Join(to, [low, high], bits) => {
+                let half = |register| self.get(register) & u64::MAX >> (64 - bits);
+                self.set(to, half(low) | half(high) << bits)
             }
             Operation::Split(halves, from) => {
                 let value = self.get(from);
@@ -222,7 +233,9 @@ fn two(binary: Binary, a: u64, b: u64) -> u64 {
         Binary::Mul64 => a.wrapping_mul(b),
         Binary::Mul32 => u64::from((a as u32).wrapping_mul(b as u32)),
         Binary::MulWide32 => low(a) * low(b),
+        Binary::MulHigh64 => (u128::from(a) * u128::from(b) >> 64) as u64,
         Binary::MinU32 => low(a).min(low(b)),
+        Binary::MaxU32 => low(a).max(low(b)),
         Binary::MinS32 => u64::from((a as i32).min(b as i32) as u32),
         Binary::MinU64 => a.min(b),
         Binary::And => a & b,

@@ -83,24 +83,32 @@ class Aside(NamedTuple):
 def first_note(state: dict[str, Any]) -> Note:
     """The note of low bits that count."""
     blocks = -(-local(state[LOW]).numel() // BLOCK)
-    return Note.of(state, torch.zeros(blocks, dtype=torch.int64, device="cpu"))
+    return Note.of(state, torch.zeros(blocks, dtype=torch.int64, device=local(state[LOW]).device))
 
 
 def zero_stale(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
     """Makes low bits zero that the program has made stale by writing to these parameters, and notes the present values."""
     rows, values = list[Any](), list[torch.Tensor]()
+    # Low bits and sums on a device, and their copies on the host, which the library settles.
+    copies = list[tuple[torch.Tensor, torch.Tensor]]()
     for param, note in notes:
-        own, low = local(param).detach(), local(note.low)
+        own, low, sums = local(param).detach(), local(note.low), note.sums
         if own.shape != low.shape or own.is_meta or not (has_memory(own) and has_memory(low)):
             # The next step names what is wrong with them.
             continue
+        if not low.is_cpu:
+            there, (low, sums) = (low, sums), (low.cpu(), sums.cpu())
+            copies += zip(there, (low, sums))
         if not own.is_cpu or own.dtype is not torch.bfloat16 or own.stride() != low.stride():
             own = torch.empty_like(low, dtype=torch.bfloat16).copy_(own)
         row = _tensor_rows.begin(_abi.Tensor(), own.numel())
-        row.param_dtype, row.param, row.param_low, row.low_sums = CODES[own.dtype], own.data_ptr(), low.data_ptr(), pointer_to(note.sums)
+        row.param_dtype, row.param, row.param_low, row.low_sums = CODES[own.dtype], own.data_ptr(), low.data_ptr(), pointer_to(sums)
         rows.append(row)
         values.append(own)
     _native.call("spw_low_bits_settle", (_abi.Tensor * len(rows))(*rows), len(rows))
+    for tensor, settled in copies:
+        # By `data`: the program has not written.
+        tensor.data.copy_(settled)
 
 
 def zero_stale_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tensor, Aside]:

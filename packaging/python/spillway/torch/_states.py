@@ -104,6 +104,11 @@ class Precision(NamedTuple):
         """True if the log of a recorded step holds the old values, and not what the inverse of the step misses."""
         return self.coded or self.master == "split"
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every step has floats and one set of options: no codes, no split masters, no rounding at random."""
+        return not (self.keeps_values or self.stochastic)
+
     def rule_of(self, rule: Rule) -> Rule:
         """A rule with the states of these dtypes."""
         return coded_rule(rule) if self.coded else rule

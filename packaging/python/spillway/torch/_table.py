@@ -456,15 +456,22 @@ class Slice:
         return list(map(local, tensors)) if self.distributed else tensors
 
 
-def coded_table(rows: Sequence[tuple[torch.Tensor, ...]], scales: Sequence[tuple[torch.Tensor, ...]]) -> tuple[Any, list[Any]]:
-    """The C table of parameters with 8-bit moments, and what keeps its memory. Of each row the parameter, the gradient, the codes of both
-    moments and the copy, if there is one; and the scales of both moments."""
-    table = (_abi.Tensor * len(rows))()
-    fields = ["exp_avg", "exp_avg_sq", *_SCALES]
-    for entry, (param, grad, first, second, *copy), own in zip(table, rows, scales):
-        row = Row(0, 0, param, grad, (first, second, *own), None, *copy)
-        Table._fill_row(_tensor_rows.begin(entry, param.numel()), row, fields)
-    return table, [*rows, *scales]
+def narrow_table(
+    rows: Sequence[tuple[torch.Tensor, ...]], scales: Iterable[tuple[torch.Tensor, ...]], split: Iterable[tuple[torch.Tensor, ...]]
+) -> tuple[Any, list[Row]]:
+    """The C table of parameters with 8-bit moments or split masters, and what keeps its memory.
+
+    Args:
+        rows: Of each parameter the parameter, the gradient, both moments or their codes, and the copy, if there is one.
+        scales: Of each one the scales of both moments; empty: its moments are floats.
+        split: Of each one the low bits and the sums of their blocks; empty: its master is not split."""
+    table, held = (_abi.Tensor * len(rows))(), list[Row]()
+    for entry, (param, grad, first, second, *copy), of_codes, low in zip(table, rows, scales, split):
+        master, sums = low or (None, None)
+        row = Row(0, 0, param, grad, (first, second, *of_codes), master, copy[0] if copy else None, sums)
+        Table._fill_row(_tensor_rows.begin(entry, param.numel()), row, ["exp_avg", "exp_avg_sq", *_SCALES])
+        held.append(row)
+    return table, held
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:

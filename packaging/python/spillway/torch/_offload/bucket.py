@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -23,10 +23,8 @@ from ..._written import Comparison, Facts, Sums, changed, differing, facts, fact
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import HostLink, wait
-from .._low_bits import pointer_to
-from .._norm import part_of
 from .._states import MASTER, with_values
-from .._table import coded_table
+from .._table import narrow_table
 from .._tensors import DTensor, local, locals_of
 from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
@@ -211,7 +209,7 @@ class Bucket:
         """Takes the options of a round from its lane."""
         for slot, own in zip(self.slots, self._options):
             ctypes.memmove(ctypes.addressof(own), ctypes.addressof(self.lane.options), ctypes.sizeof(own))
-            own.rounding, own.rounding_seed = _abi.ROUNDINGS["stochastic"], slot.precision.seed_of(slot.number, part_of(slot.param))
+            slot.put_rounding(own)
 
     def fences(self, portion: Portion) -> list[Any]:
         """What is awaited until the gradients of a portion are on the host."""
@@ -231,13 +229,12 @@ class Bucket:
         addresses = [*map(_data_ptr, chain.from_iterable(chain(rows, split, scales)))]
         found = self._tables.get(portion)
         if found is None or found[0] != addresses:
-            table, held = tensor_table(self.lane.adam, rows) if not scales else coded_table(rows, scales)
+            if scales or split:
+                table, held = narrow_table(rows, scales or repeat(()), split or repeat(()))
+            else:
+                table, held = tensor_table(self.lane.adam, rows)
             for row, place in zip(table, portion.places):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
-            for row, part in zip(table, split):
-                if part:
-                    row.param_low, row.low_sums = part[0].data_ptr(), pointer_to(part[1])
-            held = [*held, split, scales]
             found = self._tables[portion] = addresses, table, held
         return found[1:]
 

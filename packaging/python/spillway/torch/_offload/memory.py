@@ -51,7 +51,7 @@ def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, in
     return found
 
 
-def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int, has_tail: bool) -> None:
+def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int) -> None:
     """Raises InvalidArgumentError if these parameters need more host memory than the limit."""
     kinds = needed(params, precision)
     total = sum(kinds.values())
@@ -63,7 +63,7 @@ def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int,
         ("moment_dtype=torch.bfloat16", precision._replace(moment_dtype=torch.bfloat16)),
         ("moment_dtype=torch.bfloat16 and master='split'", precision._replace(moment_dtype=torch.bfloat16, master="split")),
         ("moment_dtype='int8' and master='split'", precision._replace(moment_dtype=torch.uint8, master="split")),
-    ][: 1 if has_tail else 3]
+    ]
     for said, other in narrow if all(param.dtype is not torch.float16 for param in params) else ():
         size = sum(needed(params, other).values())
         if size < total and (size <= limit or other is narrow[-1][1]):

@@ -52,7 +52,7 @@ from .memory import Memory, check_fits, limit_of, needed, present
 from .plan import Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
-from .tail import apart_in_bits, room
+from .tail import apart_in_bits, room, serves_narrow
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
@@ -204,13 +204,6 @@ class Offloaded(torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"
             )
-        for said, beside, instead in (
-            ("moment_dtype is 'int8'", precision.coded, "moment_dtype='bf16'"),
-            ("moment_rounding is 'stochastic'", precision.stochastic, "moment_rounding='nearest'"),
-            ("master is 'split'", precision.master == "split", "master='f32'"),
-        ):
-            if beside and tail:
-                raise UnsupportedError(f"offload: {said}, and tail is {tail!r}, whose steps do not serve it; pass tail=0, or {instead}")
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
@@ -257,7 +250,7 @@ class Offloaded(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group, self._precision)
+            _check_group(group, self._precision, bool(self.tail or self._tail.search))
             self._check_fits()
         except (UnsupportedError, InvalidArgumentError):
             self.param_groups.pop()
@@ -266,7 +259,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _check_fits(self) -> None:
         if self._host_memory is not None:
-            check_fits(self._trained(), self._precision, self._host_memory, bool(self.tail or self._tail.search))
+            check_fits(self._trained(), self._precision, self._host_memory)
 
     def _trained(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"] if is_trained(param)]
@@ -275,7 +268,7 @@ class Offloaded(torch.optim.Optimizer):
         """Makes slots and hooks for new parameters, and drops those of others. Returns the slots in the order of the groups."""
         found: list[Slot] = []
         for number, group in enumerate(self.param_groups):
-            _check_group(group, self._precision)
+            _check_group(group, self._precision, bool(self.tail or self._tail.search))
             for param in group["params"]:
                 slot = self._slots.get(param)
                 if slot is None:
@@ -833,7 +826,7 @@ def _culprit(slots: Sequence[Slot]) -> str:
     return next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "")
 
 
-def _check_group(group: dict[str, Any], precision: Precision) -> None:
+def _check_group(group: dict[str, Any], precision: Precision, has_tail: bool) -> None:
     _check_options(group)
     for param in filter(is_trained, group["params"]):
         if param.dtype not in FLOATS:
@@ -848,6 +841,11 @@ def _check_group(group: dict[str, Any], precision: Precision) -> None:
             raise UnsupportedError("offload: a parameter is float16, and master='split' is for bfloat16; pass master='f32'")
         if param.is_meta:
             raise UnsupportedError("offload: a parameter has no memory yet; make the optimizer after model.to_empty(), which replaces it")
+        if has_tail and not precision.is_plain and not serves_narrow(device := local(param).device):
+            raise UnsupportedError(
+                f"offload: torch steps the tail of {device}, and serves neither 8-bit moments nor split masters nor rounding at random; pass "
+                "tail=0"
+            )
         if is_partial(param):
             raise UnsupportedError(f"offload: a parameter is placed as {param.placements}, as terms of a sum; redistribute it")
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ... import _abi
 from ..._written import facts
 from ...errors import InvalidArgumentError
 from .._codes import BLOCK as CODE_BLOCK
 from .._codes import CODED_MOMENTS, blocks_of, check_codes, decoded, encoded, is_scales
 from .._copies import link_to
 from .._low_bits import BLOCK, Note, first_note
+from .._norm import part_of
 from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
@@ -104,7 +106,7 @@ class Slot:
             self._check(name, state.get(name))
         for name in names:
             if local(state[name]).device != self._home:
-                state[name] = like(self.param, self._uninitialised(name).copy_(local(state[name])))
+                self._bring(state, name)
         if not self.holds(state):
             self.uses += 1
             self.parts = {name: local(tensor) for name, tensor in state.items()}
@@ -114,6 +116,17 @@ class Slot:
                 self.note = first_note(state)
             # Last, for the same reason.
             self._state = dict(state)
+
+    def _bring(self, state: dict[str, Any], name: str) -> None:
+        """Moves a tensor of the state to where it is stepped. Low bits keep the sums that tell which of them count."""
+        note = self.note.present() if name == LOW and self.note is not None and self.note.is_of(state) else None
+        state[name] = like(self.param, self._uninitialised(name).copy_(local(state[name])))
+        if note is not None:
+            self.note = Note.of(state, note.sums.to(self._home))
+
+    def put_rounding(self, options: Any) -> None:
+        """Gives the C options of a step of this parameter its rounding at random, and random bits of its own."""
+        options.rounding, options.rounding_seed = _abi.ROUNDINGS["stochastic"], self.precision.seed_of(self.number, part_of(self.param))
 
     def holds(self, state: dict[str, Any] | None) -> bool:
         """True if the tensors of a state are those that are stepped, and the parameter is what it was."""

@@ -2,11 +2,12 @@
 
 Backward hides no step of its last buckets on the host. They are measured and stepped on their device, after the verdict, so that nothing
 of them is rolled back. In host memory and on a CUDA device the library's own kernels step them, with the bits of a step on the host. On
-other devices torch does."""
+other devices torch does, and serves neither narrow states nor rounding at random."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -21,6 +22,7 @@ from ...gpu import Gpu
 from ...optim import Adam, grad_stats
 from ...recording import StepStats
 from .._norm import clip_factor
+from .._table import narrow_table
 from .._tensors import local, unused_bytes
 
 
@@ -75,6 +77,10 @@ class HostKernels(TorchKernels):
         """One step of these rows, which is counted by `adam`."""
         adam.step(rows, grad_scale=scale)
 
+    def step_table(self, adam: Adam, table: Any, scale: float) -> None:
+        """One step of the rows of a C table, which is counted by `adam`."""
+        adam._run(ctypes.addressof(table), len(table), scale, False)
+
 
 class CudaKernels(TorchKernels):
     """The library's kernels for a CUDA device, in the order of torch's current stream. torch measures."""
@@ -85,6 +91,10 @@ class CudaKernels(TorchKernels):
     def step(self, adam: Adam, rows: Sequence[Any], scale: float) -> None:
         """One step of these rows, which is counted by `adam`."""
         self._gpu.step(adam, rows, grad_scale=scale)
+
+    def step_table(self, adam: Adam, table: Any, scale: float) -> None:
+        """One step of the rows of a C table, which is counted by `adam`."""
+        self._gpu._step_table(adam, table, grad_scale=scale)
 
 
 _kernels: dict[torch.device, TorchKernels] = {torch.device("cpu"): HostKernels()}
@@ -104,6 +114,11 @@ def kernels_of(device: torch.device) -> TorchKernels:
     return _kernels[device]
 
 
+def serves_narrow(device: torch.device) -> bool:
+    """True if the tail of a device may have narrow states, or round at random."""
+    return isinstance(kernels_of(device), (HostKernels, CudaKernels))
+
+
 def apart_in_bits(params: Iterable[torch.Tensor]) -> torch.device | None:
     """A device whose steps may differ from the host's by roundings, if several processes could have it for the same parameters."""
     distributed = torch.distributed
@@ -118,12 +133,27 @@ class _DeviceSlots:
 
     def __init__(self, slots: Sequence[Any], device: torch.device):
         self.slots, self.kernels, self.adam = slots, kernels_of(device), Adam()
+        self._is_plain = all(slot.precision.is_plain for slot in slots)
 
     def squares(self, scale: float) -> list[float]:
         return self.kernels.squares([slot.grad for slot in self.slots], scale)
 
     def step(self, scale: float) -> None:
-        self.kernels.step(self.adam, [slot.row() for slot in self.slots], scale)
+        rows = [slot.row() for slot in self.slots]
+        if self._is_plain:
+            self.kernels.step(self.adam, rows, scale)
+            return
+        table, held = narrow_table(rows, (slot.scales(0) for slot in self.slots), (slot.split(0) for slot in self.slots))
+        shared = self.adam.options_of_next_step(scale)
+        options = [type(shared).from_buffer_copy(shared) for _ in table]
+        for entry, slot, own in zip(table, self.slots, options):
+            if slot.precision.stochastic:
+                slot.put_rounding(own)
+            entry.options = ctypes.addressof(own)
+        assert isinstance(self.kernels, (HostKernels, CudaKernels))
+        self.kernels.step_table(self.adam, table, scale)
+        # Until the call has read them.
+        del held, options
 
 
 class Tail:

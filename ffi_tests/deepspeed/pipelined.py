@@ -103,6 +103,12 @@ def train_in_pipeline(units, steps, options):
         runner.sync()
     measured = statistics.median(report.bubble_ratio for report in reports)
     print(f"  bubbles of the passes: {plan.passes_bubble_ratio:.1%} predicted from measured costs, {measured:.1%} measured")
+    processors = len(os.sched_getaffinity(0))
+    if processors <= plan.devices:
+        print(
+            f"  the prediction is for a device of its own for each process: here {plan.devices} processes and this one share "
+            f"{processors} processors"
+        )
     print(
         f"  checkpoints sent per step: {plan.messages['checkpoints'][0]}, activations: {plan.messages['activations'][0]}, gradients: "
         f"{plan.messages['gradients'][0]}"

@@ -45,11 +45,38 @@ class Net(torch.nn.Module):
         return self.head(self.sometimes(x) if sometimes else x)
 
 
+#: Narrow states.
+BF16, F32 = torch.bfloat16, torch.float32
+NEAREST = {"moment_dtype": BF16}
+STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_seed": 5}
+SPLIT = {"master": "split"}
+CODES = {"moment_dtype": "int8", "moment_rounding": "nearest"}
+NARROW = {
+    "nearest": NEAREST,
+    "stochastic": STOCHASTIC,
+    "split": SPLIT,
+    "split nearest": SPLIT | NEAREST,
+    "split random": SPLIT | STOCHASTIC,
+    "codes": CODES,
+    "codes random": {"moment_dtype": "int8", "rounding_seed": 5},
+    "split codes": SPLIT | CODES,
+}
+
+
+def _a_dtype(chance):
+    return chance.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+
+
+def dtype_of(seed):
+    """The dtype of the parameters of a random training."""
+    return _a_dtype(random.Random(seed))
+
+
 def training(seed, make):
     """Losses, norms and final tensors of a random training. `make(params, model, **options)` makes the optimizer."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    dtype = chance.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    dtype = _a_dtype(chance)
     model = Net(chance, dtype)
     options = {
         "lr": 10 ** chance.uniform(-4, -1.5),

@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import spillway
 from spillway import torch as own
+from spillway.errors import UnsupportedError
 from spillway.torch import dcp
+from spillway.torch._dcp_codes import conversions
 from spillway.torch._tier import Reading
 
 WORKER = pathlib.Path(dcp_worker.__file__)
@@ -270,3 +272,57 @@ def test_optimizers_without_a_tier_have_their_states(tmp_path):
         set_optimizer_state_dict(twin, other, state["optim"])
         assert same(twin.parameters(), model.parameters())
         same_states(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def narrow_in_memory(model):
+    return own.AdamW(model.parameters(), lr=1e-2, master="f32", moment_dtype="int8")
+
+
+def tiers(tmp_path):
+    names = iter(range(100))
+    return {
+        "memory": in_memory,
+        "memory, 8 bits": narrow_in_memory,
+        "tier": lambda model: tiered(model, tmp_path / f"tier{next(names)}"),
+        "tier, 8 bits": lambda model: tiered(model, tmp_path / f"tier{next(names)}", moment_dtype="int8"),
+    }
+
+
+@pytest.mark.parametrize("before", ["memory", "memory, 8 bits", "tier", "tier, 8 bits"])
+def test_moments_are_converted_between_8_bits_and_floats(tmp_path, before):
+    """Each way of having states loads what each other way has saved: the values are those of torch's state dicts of both."""
+    made = tiers(tmp_path)
+    source = new_model(BF16)
+    optimizer = made[before](source)
+    train(source, optimizer, range(3))
+    dcp.save(state_of(source, optimizer), tmp_path / "saved")
+    saved = optimizer.state_dict()
+    for name, make in made.items():
+        by_files, by_dict = new_model(BF16), new_model(BF16)
+        one, other = make(by_files), make(by_dict)
+        if name.startswith("tier"):
+            load(by_files, one, tmp_path / "saved")
+        else:
+            state = state_of(by_files, one)
+            dcp.load(state, tmp_path / "saved")
+            set_model_state_dict(by_files, state["model"])
+            set_optimizer_state_dict(by_files, one, state["optim"])
+        by_dict.load_state_dict(source.state_dict())
+        other.load_state_dict(saved)
+        same_states(one.state_dict()["state"], other.state_dict()["state"])
+        assert same(by_files.parameters(), source.parameters())
+        one.close()
+        other.close()
+
+
+def test_8_bit_moments_of_a_checkpoint_are_refused_for_parts_of_dtensors():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        placed = torch.distributed.tensor.distribute_tensor(torch.zeros(64), init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedError, match="optim.weight.exp_avg is a DTensor"):
+            conversions({"optim.weight.exp_avg": placed}, ["optim.weight.exp_avg_codes", "optim.weight.exp_avg_scales"])
+        assert conversions({"optim.weight.exp_avg": placed}, ["optim.weight.exp_avg"]) == []
+    finally:
+        torch.distributed.destroy_process_group()

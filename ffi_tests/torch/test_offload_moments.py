@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from offload_runs import BF16, CODES, F32, NARROW, NEAREST, SPLIT, STOCHASTIC
 
 import spillway.torch as own
 from spillway._tail_search import AskedTail
@@ -11,21 +12,6 @@ from spillway.errors import InvalidArgumentError, UnsupportedError
 from spillway.torch._codes import decoded, encoded
 from spillway.torch._offload import tail as tail_module
 
-BF16, F32 = torch.bfloat16, torch.float32
-NEAREST = {"moment_dtype": BF16}
-STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_seed": 5}
-SPLIT = {"master": "split"}
-CODES = {"moment_dtype": "int8", "moment_rounding": "nearest"}
-NARROW = {
-    "nearest": NEAREST,
-    "stochastic": STOCHASTIC,
-    "split": SPLIT,
-    "split nearest": SPLIT | NEAREST,
-    "split random": SPLIT | STOCHASTIC,
-    "codes": CODES,
-    "codes random": {"moment_dtype": "int8", "rounding_seed": 5},
-    "split codes": SPLIT | CODES,
-}
 KINDS = pytest.mark.parametrize("kind", NARROW.values(), ids=NARROW)
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, run, same, training, values
+from offload_runs import BUCKETS, NARROW, Later, backward, dtype_of, equal, offload, offloaded, run, same, training, values
 
 import spillway
 from spillway.torch._offload import tail as tail_module
@@ -19,6 +19,17 @@ def test_a_training_with_a_tail_has_the_bits_of_one_without(seed, monkeypatch):
         link = Later()
         monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
     same(training(seed, offloaded(verdict, bucket_bytes=bucket, tail=1 + seed % 5)), waits)
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(1000, 1032) if dtype_of(seed) is not torch.float16])
+def test_a_training_with_a_tail_of_narrow_states_has_the_bits_of_one_without(seed, monkeypatch):
+    kind = [*NARROW.values()][seed % len(NARROW)]
+    waits = training(seed, offloaded(bucket_bytes=BUCKETS[seed % 3], overlap=False, **kind))
+    if seed % 4 > 1:
+        link = Later()
+        monkeypatch.setattr("spillway.torch._offload.slot.link_to", lambda param: link)
+    kind = kind | {"tail": 1 + seed % 5 if seed % 7 else "auto"} | ({} if seed % 3 else {"overlap": True})
+    same(training(seed, offloaded(("step", "forward")[seed % 2], bucket_bytes=BUCKETS[seed % 3], **kind)), waits)
 
 
 def steps(params, optimizer, count=3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TextIO
@@ -18,6 +19,9 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         # argparse ends the process after it has printed its help.
         write("", end="")
         raise
+    except KeyboardInterrupt:
+        # As a program that a signal has ended; also during the imports of a command.
+        sys.exit(128 + signal.SIGINT)
     write("", end="")
     sys.exit(status)
 

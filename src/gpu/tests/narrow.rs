@@ -356,7 +356,7 @@ fn broken_kernels_of_narrow_states_are_found() {
         ("a share of the largest magnitude left out", "shfl.sync.bfly.b32", "shfl.sync.down.b32"),
         ("the offset of a moment", "0f3B800000", "0f3B000000"),
         ("a borrow of the low bits", ", 15;", ", 14;"),
-        ("the place of a stripe", "mul.lo.s64", "add.s64"),
+        ("the upper half of the term of a stripe", "mul.hi.u64", "mul.lo.u64"),
         ("random bits of the other moment", ", 13;", ", 12;"),
     ];
     for (what, from, to) in changes {

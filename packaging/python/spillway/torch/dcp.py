@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, WriteItemType
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ._dcp_codes import Conversion, conversions
 from ._optimizer import SpillwayOptimizer
 from ._states import LOW, MASTER
 from ._tensors import like, local
@@ -107,6 +109,8 @@ def load(
     Placeholders of states() are read later, when set_optimizer_state_dict() or load_state_dict() writes them to the tier: the files must
     stay until then. Call commit() afterwards.
 
+    Moments that the checkpoint has in 8 bits are decoded for an optimizer with float moments, and the reverse, without DTensors.
+
     A checkpoint without masters, such as one of torch's own optimizers, leaves them to the values of the parameters: load these first. A
     master in host memory is then a new tensor of NaN, which stands for these values; set_optimizer_state_dict() takes it.
 
@@ -120,19 +124,58 @@ def load(
     Raises:
         CheckpointException: The checkpoint lacks a value, or has another shape; nothing was loaded."""
     flat, paths = flatten_state_dict(state_dict)
+    reader = FileSystemReader(directory)
+    saved = _names_in(reader)
     waiting = {name: tensor for name, tensor in flat.items() if value_of(tensor) is not None}
     rest = {name: value for name, value in flat.items() if name not in waiting}
-    reader, planner = FileSystemReader(directory), _LoadPlanner(waiting)
+    # Moments that the checkpoint has in the other form: in memory they are read at once.
+    converted, later = conversions(rest, saved), {one.wanted[0]: one for one in conversions(waiting, saved, "meta")}
+    for one in converted:
+        rest = {**{name: value for name, value in rest.items() if name not in one.wanted}, **one.asked}
+    asked = {name: tensor for name, tensor in waiting.items() if name not in later}
+    for one in later.values():
+        asked |= one.asked
+    planner = _LoadPlanner(asked)
     checkpoint.load(rest, storage_reader=reader, planner=planner, process_group=process_group)
+    for one in converted:
+        for name, made in one.values().items():
+            _set(state_dict, paths[name], made)
     for name, value in rest.items():
-        _set(state_dict, paths[name], value if name not in planner.lacking else _no_master(value))
-    total = sum(local(tensor).nbytes for name, tensor in waiting.items() if name in planner.items)
+        if name in paths:
+            _set(state_dict, paths[name], value if name not in planner.lacking else _no_master(value))
+    total = sum(local(tensor).nbytes for name, tensor in waiting.items() if name in planner.items or name in later)
     told = _Counted(progress or _unnoticed, total)
     for name, tensor in waiting.items():
-        value = value_of(tensor)
+        value, of_codes = value_of(tensor), later.get(name)
         assert isinstance(value, Value)
-        value.absent = name not in planner.items
-        value.fill = partial(_fill, reader, planner.items.get(name, []), partial(told, local(tensor).nbytes))
+        value.absent = of_codes is None and name not in planner.items
+        end = partial(told, local(tensor).nbytes)
+        if of_codes is None:
+            value.fill = partial(_fill, reader, planner.items.get(name, []), end)
+        else:
+            value.fill = partial(_fill_decoded, reader, planner.items, of_codes, end)
+
+
+def _names_in(reader: FileSystemReader) -> Collection[str]:
+    """The names of the values of a checkpoint; none if it cannot be read, which the load says."""
+    try:
+        return reader.read_metadata().state_dict_metadata.keys()
+    except (OSError, CheckpointException):
+        return ()
+
+
+def _fill_decoded(
+    reader: FileSystemReader, items: Mapping[str, list[Any]], one: Conversion, told: Callable[[], object], into: torch.Tensor
+) -> None:
+    read = {name: torch.empty_like(tensor, device="cpu") for name, tensor in one.asked.items()}
+    for name, tensor in read.items():
+        _fill(reader, items[name], _nothing_told, tensor)
+    into.copy_(one._replace(asked=read).values()[one.wanted[0]])
+    told()
+
+
+def _nothing_told() -> None:
+    """The caller tells the progress."""
 
 
 def _no_master(own: torch.Tensor) -> torch.Tensor:

@@ -843,8 +843,8 @@ def _check_group(group: dict[str, Any], precision: Precision, has_tail: bool) ->
             raise UnsupportedError("offload: a parameter has no memory yet; make the optimizer after model.to_empty(), which replaces it")
         if has_tail and not precision.is_plain and not serves_narrow(device := local(param).device):
             raise UnsupportedError(
-                f"offload: torch steps the tail of {device}, and serves neither 8-bit moments nor split masters nor rounding at random; pass "
-                "tail=0"
+                f"offload: torch steps the tail of {device}, and serves neither 8-bit moments nor split masters nor rounding at "
+                "random; pass tail=0"
             )
         if is_partial(param):
             raise UnsupportedError(f"offload: a parameter is placed as {param.placements}, as terms of a sum; redistribute it")

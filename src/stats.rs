@@ -4,14 +4,15 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of calls and elements of one optimizer.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct OptimizerCounter {
     calls: AtomicU64,
     elements: AtomicU64,
 }
 
 impl OptimizerCounter {
-    const fn new() -> Self {
+    /// A counter of nothing yet.
+    pub const fn new() -> Self {
         OptimizerCounter { calls: AtomicU64::new(0), elements: AtomicU64::new(0) }
     }
 
@@ -26,10 +27,3 @@ impl OptimizerCounter {
         (self.calls.load(Ordering::Relaxed), self.elements.load(Ordering::Relaxed))
     }
 }
-
-/// Adam and AdamW steps.
-pub static ADAM: OptimizerCounter = OptimizerCounter::new();
-/// Adagrad steps.
-pub static ADAGRAD: OptimizerCounter = OptimizerCounter::new();
-/// Lion steps.
-pub static LION: OptimizerCounter = OptimizerCounter::new();

@@ -36,7 +36,7 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<()> {
     let invalid = |reason| Error::invalid(options.trace.display().to_string(), reason);
     let text = std::fs::read_to_string(&options.trace).map_err(|error| invalid(error.to_string()))?;
-    let step = Step::of(&text).map_err(invalid)?;
+    let step = Drawing::of(&text).map_err(invalid)?;
     std::fs::write(&options.output, svg(&step))
         .map_err(|error| Error::invalid(options.output.display().to_string(), error.to_string()))?;
     stdout::say(&format!("{}: {} bars, {:.3} s", options.output.display(), step.bars.len(), step.seconds))
@@ -78,15 +78,15 @@ impl Bar {
 }
 
 /// What is drawn. Times are in seconds from the first one on.
-struct Step {
+struct Drawing {
     rows: Vec<String>,
     kinds: Vec<String>,
     bars: Vec<Bar>,
     seconds: f64,
 }
 
-impl Step {
-    fn of(text: &str) -> std::result::Result<Step, String> {
+impl Drawing {
+    fn of(text: &str) -> std::result::Result<Drawing, String> {
         let document: Document =
             serde_json::from_str(text).map_err(|error| format!("is no trace of a step: {error}"))?;
         let mut rows: BTreeMap<u64, String> = BTreeMap::new();
@@ -121,7 +121,7 @@ impl Step {
         let first = bars.iter().map(|bar| bar.start).fold(f64::INFINITY, f64::min);
         bars.iter_mut().for_each(|bar| (bar.start, bar.end) = (bar.start - first, bar.end - first));
         let seconds = bars.iter().map(|bar| bar.end).fold(0.0, f64::max);
-        Ok(Step { rows: rows.into_values().collect(), kinds, bars, seconds })
+        Ok(Drawing { rows: rows.into_values().collect(), kinds, bars, seconds })
     }
 
     /// The kinds of work, and the mean throughput of transfers: their bytes by the sum of their times.
@@ -146,7 +146,7 @@ fn kind_of(name: &str) -> &str {
     without.map_or(name, |(work, _)| work)
 }
 
-fn svg(step: &Step) -> String {
+fn svg(step: &Drawing) -> String {
     let (width, rows) = (NAMES + WIDTH + 30, step.rows.len() as u32);
     let most = step.seconds.max(f64::MIN_POSITIVE);
     let fastest = step.bars.iter().filter_map(Bar::throughput).fold(0.0, f64::max);

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use spillway_planner::model::report::{Outcome, Plan};
-use spillway_planner::model::step::{ROWS, Span, Step};
+use spillway_planner::model::step::{ROWS, Span, StepTimes};
 use spillway_planner::picture::Picture;
 
 use super::chart::{Area, Legend, Rows, color};
@@ -47,7 +47,7 @@ pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
 }
 
 /// The bars, with neighbours of the same work joined: thousands of buckets are a few rectangles.
-fn merged(step: &Step) -> Vec<Span> {
+fn merged(step: &StepTimes) -> Vec<Span> {
     let mut spans = step.spans.clone();
     spans.sort_by(|a, b| (a.row, a.work).cmp(&(b.row, b.work)).then(a.start.total_cmp(&b.start)));
     let mut bars: Vec<Span> = Vec::new();

@@ -292,7 +292,7 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
 
 
 def test_a_commit_that_could_not_be_taken_up_is_refused():
-    from spillway.deepspeed import _engine, _tier
+    from spillway.deepspeed import _engine_state, _tier
 
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
     swapper._tiered = types.SimpleNamespace(closed=False, committed_step=5, place=types.SimpleNamespace(world=2), finish=lambda: None)
@@ -300,17 +300,17 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
         optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8, gradient_accumulation_steps=lambda: 4
     )
     with pytest.raises(ValueError, match="step 5 is already committed"):
-        _engine.commit(engine)
+        _engine_state.commit(engine)
     engine.global_steps, engine.micro_steps = 6, 11
     with pytest.raises(ValueError, match="gradients a commit does not store"):
-        _engine.commit(engine)
+        _engine_state.commit(engine)
     # A caller that sets the boundaries calls step() once for several micro-batches.
     engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: True, True
     for micro_step, ran, between in ((0, False, False), (0, True, True), (1, False, True)):
         engine.optimizer.micro_step_id, engine.optimizer._epilogue_ran_this_backward = micro_step, ran
-        assert _engine._between_micro_batches(engine) == between
+        assert _engine_state._between_micro_batches(engine) == between
     engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: False, None
-    assert _engine._between_micro_batches(engine)
+    assert _engine_state._between_micro_batches(engine)
 
 
 @pytest.mark.parametrize("interval, resume, at, commits", [(1, True, 400, 1), (1, True, 500, 0), (0, True, 400, 0), (1, False, 400, 0)])

@@ -113,7 +113,8 @@ def test_messages_that_people_search_for_are_headings_in_deepspeeds_words():
 
 
 def test_the_glossary_has_at_most_40_terms_in_order():
-    terms = re.findall(r"^\| (?!term |-)(.+?) \| (.+?) \|$", (DOCS / "glossary.md").read_text(), re.M)
+    text = (DOCS / "glossary.md").read_text().split("## Names in the source")[0]
+    terms = re.findall(r"^\| (?!term |-)(.+?) \| (.+?) \|$", text, re.M)
     names = [name.lower() for name, _ in terms]
     assert 10 < len(names) <= 40 and names == sorted(names)
 

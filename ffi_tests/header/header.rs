@@ -3,6 +3,7 @@
 //! cbindgen writes one flat text. Each item of it goes to the header of the module that declares it, in the order of
 //! the module's files. `SPILLWAY_BLESS=1 cargo test -p spillway-header` writes the headers anew.
 
+mod calls;
 pub mod initializers;
 pub mod items;
 mod json;
@@ -12,6 +13,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use calls::Calls;
 use initializers::Structs;
 use items::Item;
 
@@ -44,7 +46,8 @@ pub struct Generated {
 /// Generates from src/capi. `version` and `structs` are those of the library.
 pub fn generate(root: &Path, version: &str, structs: &Structs) -> Generated {
     let copy = tempfile::tempdir().expect("the temporary directory is writable");
-    copy_without_macros(&root.join("src/capi"), copy.path());
+    let calls = Calls::of(&read(&root.join("src/capi/optim/table.rs")));
+    copy_without_macros(&root.join("src/capi"), copy.path(), &calls);
     let modules = modules(copy.path());
     let mut config = cbindgen::Config::from_root_or_default(root);
     // Also an enum that no signature mentions, because it is passed as an integer.
@@ -69,13 +72,13 @@ pub fn generate(root: &Path, version: &str, structs: &Structs) -> Generated {
 
 /// Copies the sources in the form that cbindgen reads. It expands no macro of Rust, so an item inside `c_struct!` or
 /// `statuses!` stands alone in the copy. `In<T>` and `Out<T>` are the pointers that they hold.
-fn copy_without_macros(from: &Path, to: &Path) {
+fn copy_without_macros(from: &Path, to: &Path, calls: &Calls) {
     for entry in fs::read_dir(from).expect("src/capi can be read") {
         let path = entry.expect("its entries can be read").path();
         let target = to.join(path.file_name().expect("an entry has a name"));
         if path.is_dir() {
             fs::create_dir(&target).expect("the copy is writable");
-            copy_without_macros(&path, &target);
+            copy_without_macros(&path, &target, calls);
             continue;
         }
         let text: String =
@@ -86,7 +89,7 @@ fn copy_without_macros(from: &Path, to: &Path) {
                     if line.starts_with("c_struct! {") { "#[repr(C)]\n".into() } else { format!("{line}\n") }
                 })
                 .collect();
-        let text = with_sizes(&text);
+        let text = calls.expand(&with_sizes(&text));
         // The item's own brace stays.
         let text = text.replace("\n}\n}\n", "\n}\n");
         fs::write(target, raw_pointers(&text)).expect("the copy is writable");
@@ -131,7 +134,27 @@ fn modules(capi: &Path) -> Vec<Module> {
         let doc = text.lines().map_while(|line| line.strip_prefix("//!")).map(str::to_string).collect();
         Module { name, doc, files, declared }
     };
-    public_modules(&read(&capi.join("mod.rs"))).into_iter().map(module).collect()
+    let mut modules: Vec<Module> =
+        public_modules(&read(&capi.join("mod.rs"))).into_iter().map(module).collect();
+    calls_beside_those_of_adam(&mut modules);
+    modules
+}
+
+/// Moves each call of an optimizer that is declared beside its options to the module that has Adam's call, behind it.
+fn calls_beside_those_of_adam(modules: &mut [Module]) {
+    let optimizers = modules.iter().filter(|module| module.name == "optim");
+    let files: Vec<PathBuf> = optimizers.flat_map(|module| module.files.clone()).collect();
+    for file in files.iter().rev() {
+        let optimizer = file.file_stem().expect("a source has a name").to_string_lossy();
+        for name in declared(&read(file)).into_iter().rev() {
+            let of_adam = name.replace(&*optimizer, "adam");
+            let has = |module: &Module| module.declared.contains(&of_adam) && !module.files.contains(file);
+            let Some(other) = modules.iter().position(has).filter(|_| of_adam != name) else { continue };
+            modules.iter_mut().for_each(|module| module.declared.retain(|known| *known != name));
+            let at = modules[other].declared.iter().position(|known| *known == of_adam).expect("it has it");
+            modules[other].declared.insert(at + 1, name);
+        }
+    }
 }
 
 fn read(path: &Path) -> String {

@@ -165,7 +165,7 @@ class LateLane(Lane):
         if self._present is used:
             self._present = []
 
-    def settle(self):
-        self.log.append("settle")
+    def synchronize(self):
+        self.log.append("synchronize")
         for event in self._last:
             event.result()

@@ -115,7 +115,7 @@ def test_copies_of_a_device_wait_for_what_they_need_and_no_more(monkeypatch):
     lane.replaced(made[:1])
     assert recorded == [(made[0], program)]
     lane.wait(program)
-    lane.settle()
+    lane.synchronize()
     assert (program.synchronized, lane._in.synchronized, lane._out.synchronized) == (2, 1, 1)
 
 
@@ -358,7 +358,7 @@ def test_a_failed_step_leaves_whole_chunks(lane):
         with pytest.raises(RuntimeError, match="the third chunk"):
             optimizer.step()
         # The memory of the third chunk is free after what the class has begun there. The second one leaves.
-        assert lane.log[-4:] == ["fetch", "arrive", "settle", "wait"] and lane.log.count("flush") == 2
+        assert lane.log[-4:] == ["fetch", "arrive", "synchronize", "wait"] and lane.log.count("flush") == 2
     finally:
         Fails.at = None
     stepped, after = theirs.state_dict()["state"], optimizer.state_dict()["state"]

@@ -284,9 +284,8 @@ spw_status spw_adagrad_step(const spw_adagrad_options *options,
                             uint64_t count,
                             spw_step_stats *stats_out);
 
-// Checks the arguments of `spw_adagrad_step`, and changes nothing: it fails as the step would, with the same message. A
-// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
-// step, and must know beforehand that this part can be done.
+// Checks the arguments of the step, and changes nothing: fails as the step would, with the same message. See
+// `spw_adam_check`.
 spw_status spw_adagrad_check(const spw_adagrad_options *options,
                              const spw_tensor *tensors,
                              uint64_t count);
@@ -326,9 +325,8 @@ spw_status spw_lion_step(const spw_lion_options *options,
                          uint64_t count,
                          spw_step_stats *stats_out);
 
-// Checks the arguments of `spw_lion_step`, and changes nothing: it fails as the step would, with the same message. A
-// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
-// step, and must know beforehand that this part can be done.
+// Checks the arguments of the step, and changes nothing: fails as the step would, with the same message. See
+// `spw_adam_check`.
 spw_status spw_lion_check(const spw_lion_options *options,
                           const spw_tensor *tensors,
                           uint64_t count);

@@ -130,12 +130,12 @@ spw_status spw_spec_begin_adam(const spw_spec *spec,
                                const spw_adam_options *options,
                                double max_norm);
 
-// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
+// Opens a round of steps with these options, as `spw_spec_begin_adam`.
 spw_status spw_spec_begin_adagrad(const spw_spec *spec,
                                   const spw_adagrad_options *options,
                                   double max_norm);
 
-// Opens a round of Lion steps, as `spw_spec_begin_adam`.
+// Opens a round of steps with these options, as `spw_spec_begin_adam`.
 spw_status spw_spec_begin_lion(const spw_spec *spec,
                                const spw_lion_options *options,
                                double max_norm);

@@ -95,14 +95,14 @@ spw_status spw_undo_adam_step(spw_undo *undo,
                               uint64_t count,
                               spw_step_stats *stats_out);
 
-// Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
+// Does the step of these options and records it, as `spw_undo_adam_step`.
 spw_status spw_undo_adagrad_step(spw_undo *undo,
                                  const spw_adagrad_options *options,
                                  const spw_tensor *tensors,
                                  uint64_t count,
                                  spw_step_stats *stats_out);
 
-// Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
+// Does the step of these options and records it, as `spw_undo_adam_step`.
 spw_status spw_undo_lion_step(spw_undo *undo,
                               const spw_lion_options *options,
                               const spw_tensor *tensors,

@@ -34,20 +34,21 @@ pub fn step_split<R: Arithmetic>(
     squares: bool,
 ) -> Result<f64> {
     let dtypes = tensor.dtypes()?;
-    with_split_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_split_kernel(dtypes))
+    with_split_types(dtypes, SplitCall { kernel, rule, tensor, squares })
+        .ok_or_else(|| no_split_kernel(dtypes))
 }
 
-struct Step<'t, 'a, R> {
+struct SplitCall<'t, 'a, R> {
     kernel: Kernel,
     rule: R,
     tensor: &'t mut Tensor<'a>,
     squares: bool,
 }
 
-impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for SplitCall<'_, '_, R> {
     type Output = f64;
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
-        let Step { kernel, rule, tensor, squares } = self;
+        let SplitCall { kernel, rule, tensor, squares } = self;
         let n = tensor.len();
         let (low, sums) = (tensor.low_address(), tensor.low_sums_address());
         let spans = Spans::<Bf16, S, G, Absent>::of(tensor);

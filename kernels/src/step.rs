@@ -18,7 +18,7 @@ use crate::error::Result;
 /// Steps one chunk with the generic body.
 pub fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: &mut Tensor<'_>, squares: bool) -> Result<f64> {
     let dtypes = tensor.dtypes()?;
-    with_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_kernel(dtypes))
+    with_types(dtypes, StepCall { kernel, rule, tensor, squares }).ok_or_else(|| no_kernel(dtypes))
 }
 
 /// As [`step`], for bf16 moments that are rounded stochastically.
@@ -29,7 +29,7 @@ pub fn step_stochastic(
     squares: bool,
 ) -> Result<f64> {
     let dtypes = tensor.dtypes()?;
-    let work = Step { kernel, rule, tensor, squares };
+    let work = StepCall { kernel, rule, tensor, squares };
     with_bf16_moments(dtypes, work).ok_or_else(|| not_stochastic(dtypes))
 }
 
@@ -54,17 +54,17 @@ pub fn grad_squares(kernel: Kernel, grad: Floats<'_>, scale: f32) -> f64 {
     }
 }
 
-struct Step<'t, 'a, R> {
+struct StepCall<'t, 'a, R> {
     kernel: Kernel,
     rule: R,
     tensor: &'t mut Tensor<'a>,
     squares: bool,
 }
 
-impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for StepCall<'_, '_, R> {
     type Output = f64;
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
-        let Step { kernel, rule, tensor, squares } = self;
+        let StepCall { kernel, rule, tensor, squares } = self;
         let n = tensor.len();
         let spans = Spans::<P, S, G, C>::of(tensor);
         let streams_log = tensor.streams_log();

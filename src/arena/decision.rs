@@ -67,7 +67,7 @@ impl Decision {
 
 /// Gives an open round the outcome of `next`; a round that has one keeps it. `exchange` replaces the word in memory if it
 /// has the first value, and returns the word's value otherwise. Returns true if the word was replaced.
-pub fn settle(
+pub fn give_outcome(
     mut seen: Decision,
     round: u32,
     next: impl Fn(Decision) -> Decision,
@@ -88,14 +88,14 @@ mod tests {
 
     use super::*;
 
-    type Step = fn(Decision) -> Decision;
+    type Attempt = fn(Decision) -> Decision;
 
     /// Another process changes the word between the look at it and each attempt to replace it.
     #[test]
     fn the_first_outcome_of_a_round_stays_in_every_interleaving() {
-        let decide: Step = |_| Decision::decide(5);
-        let abort: Step = |seen| seen.abort(5);
-        let rivals: [Step; 6] =
+        let decide: Attempt = |_| Decision::decide(5);
+        let abort: Attempt = |seen| seen.abort(5);
+        let rivals: [Attempt; 6] =
             [|seen| seen, decide, abort, |seen| seen.abort(4), |seen| seen.abort(7), |_| Decision::decide(7)];
         for (mine, own) in [(decide, Outcome::Decided), (abort, Outcome::Aborted)] {
             for first in rivals {
@@ -117,7 +117,7 @@ mod tests {
                         word.set(value);
                         Ok(())
                     };
-                    let replaced = settle(start, 5, mine, exchange);
+                    let replaced = give_outcome(start, 5, mine, exchange);
                     let found = Decision::of(word.get()).outcome(5);
                     match rival_found.get() {
                         Outcome::Open => assert!(replaced && found == own),

@@ -53,19 +53,19 @@ pub struct Arena {
     pub(super) posting: Lock<()>,
 }
 
-/// The claim of this handle to one region, and its write.
+/// The reservation of this handle for one region, and its write.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
-    /// A phase of `write`; 0 without a claim.
+    /// A phase of `write`; 0 without a reservation.
     pub phase: AtomicU32,
     /// The generation that is written, or will be.
     pub generation: AtomicU64,
-    /// The region was torn when it was claimed.
+    /// The region was torn when it was reserved.
     pub torn: AtomicBool,
 }
 
 /// A file of an arena that was just created or opened, and what is known about it.
-pub(super) struct Parts {
+pub(super) struct OpenedFile {
     pub title: String,
     pub layout: Layout,
     pub locks: ForkClosedFile,
@@ -133,8 +133,8 @@ pub struct RegionInfo {
 }
 
 impl Arena {
-    pub(super) fn of(parts: Parts, identity: Identity, mapping: SharedMapping) -> Result<Arena> {
-        let Parts { title, layout, locks, shared, is_owner, huge, notes } = parts;
+    pub(super) fn of(parts: OpenedFile, identity: Identity, mapping: SharedMapping) -> Result<Arena> {
+        let OpenedFile { title, layout, locks, shared, is_owner, huge, notes } = parts;
         let writing = try_vec::from_fn("listing the regions", layout.regions.len(), |_| Writing::default())?;
         let joined = try_vec::from_fn("listing the processes", layout.processes as usize, |_| false.into())?;
         let transfers = mapping.is_writable().then(|| pool::region::Region::adopt(mapping.memory(), false));

@@ -35,5 +35,5 @@ pub use handle::Arena;
 pub use layout::RegionSpec;
 pub use open::{Create, Open};
 pub use owner::collect;
-pub use read::Snapshot;
+pub use read::RegionVersion;
 pub use verdict::Verdict;

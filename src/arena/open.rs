@@ -12,10 +12,10 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::handle::{Arena, Notes, OWNER_LOCK, Parts};
+use super::handle::{Arena, Notes, OWNER_LOCK, OpenedFile};
 use super::layout::{HEADER, Identity, Layout, MAGIC, RegionSpec};
 use super::name::NamedFile;
-use super::owner::{claim, identity, own_description, take_owner_lock};
+use super::owner::{identity, own_description, take_name, take_owner_lock};
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::sys::private_files::{self, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
@@ -119,12 +119,13 @@ fn create_anonymous(layout: Layout, options: &Create) -> Result<Arena> {
     let locks = own_description(&made.file, true)?;
     take_owner_lock(&locks)?;
     let title = "the arena".to_string();
-    let parts = Parts { title, layout, locks, shared: made.file, is_owner: true, huge: made.huge, notes };
+    let parts =
+        OpenedFile { title, layout, locks, shared: made.file, is_owner: true, huge: made.huge, notes };
     complete(parts, mapped)
 }
 
 fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Arena> {
-    let (file, locks) = claim(&named, options.collect)?;
+    let (file, locks) = take_name(&named, options.collect)?;
     let mut notes = Notes::default();
     if options.huge {
         notes.transparent();
@@ -136,7 +137,7 @@ fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Ar
         file.set_len(layout.total as u64).map_err(|error| no_room(&layout, &error))?;
         let mapped = SharedMapping::map(&file, layout.total, map);
         let shared = file.try_clone().map_err(|error| Error::system("duplicating a descriptor", &error))?;
-        complete(Parts { title, layout, locks, shared, is_owner: true, huge: false, notes }, mapped)
+        complete(OpenedFile { title, layout, locks, shared, is_owner: true, huge: false, notes }, mapped)
     };
     match complete() {
         Ok(arena) => Ok(arena.owning(named)),
@@ -148,7 +149,7 @@ fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Ar
 }
 
 /// Allocates the memory of a new file that this process has locked as the owner, and writes the header.
-fn complete(mut parts: Parts, mapped: io::Result<(SharedMapping, Option<io::Error>)>) -> Result<Arena> {
+fn complete(mut parts: OpenedFile, mapped: io::Result<(SharedMapping, Option<io::Error>)>) -> Result<Arena> {
     let (mapping, unbound) = mapped.map_err(|error| Error::system("mapping an arena", &error))?;
     if let Some(error) = unbound {
         parts.notes.add(format!("not bound to the NUMA node: {error}"));
@@ -223,7 +224,7 @@ fn adopt(file: File, title: &str, sealed: bool, options: Open) -> Result<Arena> 
     let (mapping, _) = SharedMapping::map(&file, layout.total, map)
         .map_err(|error| Error::system("mapping an arena", &error))?;
     let (title, notes) = (title.to_string(), Notes::default());
-    let parts = Parts { title, layout, locks, shared: file, is_owner: false, huge: false, notes };
+    let parts = OpenedFile { title, layout, locks, shared: file, is_owner: false, huge: false, notes };
     Arena::of(parts, identity, mapping)
 }
 

@@ -39,7 +39,7 @@ pub fn collect(name: &str) -> Result<()> {
 }
 
 /// Opens and locks the file of a name, which is empty then.
-pub fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
+pub fn take_name(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
     for _ in 0..TRIES {
         let file = named.open(OpenFlags { read: true, write: true, make: true, direct: false })?;
         let locks = own_description(&file, true).inspect_err(|_| discard(named, &file))?;
@@ -66,7 +66,7 @@ pub fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)>
 
 /// Removes the name of an empty file without an owner, which a failed create would leave behind.
 fn discard(named: &NamedFile, file: &File) {
-    // The lock keeps other processes from claiming the file until its name is gone; it ends with the file's descriptor.
+    // The lock keeps other processes from taking the file until its name is gone; it ends with the file's descriptor.
     let unowned = range_lock::take(file, OWNER_LOCK).unwrap_or(true);
     let empty = file.metadata().is_ok_and(|found| found.len() == 0);
     if let (true, Ok(found)) = (unowned && empty, identity(file)) {

@@ -18,7 +18,7 @@ pub(super) const SLICE: Duration = Duration::from_millis(20);
 
 /// A region at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct RegionVersion {
     /// The step whose values the region held.
     pub generation: u64,
     /// Sequence of the region, for the validation.
@@ -53,12 +53,12 @@ impl Deadline {
 impl Arena {
     /// Waits until no writer is at work and the region has at least generation `at_least`. Data that is read after
     /// this call is valid only if [`Arena::read_validate`] accepts the snapshot.
-    pub fn read_begin(&self, region: u32, at_least: u64, timeout: Option<Duration>) -> Result<Snapshot> {
+    pub fn read_begin(&self, region: u32, at_least: u64, timeout: Option<Duration>) -> Result<RegionVersion> {
         self.stable(region, at_least, Deadline::after(timeout))
     }
 
     /// Returns Ok if the region was not written since the snapshot.
-    pub fn read_validate(&self, region: u32, seen: Snapshot) -> Result<()> {
+    pub fn read_validate(&self, region: u32, seen: RegionVersion) -> Result<()> {
         let (at, described) = self.described(region)?;
         // Reads of data before this call are ordered before the read of the sequence.
         fence(Ordering::SeqCst);
@@ -115,7 +115,7 @@ impl Arena {
         Ok(self.error(ArenaKind::Torn, &part, format!("{why}; write the whole region again")))
     }
 
-    fn stable(&self, region: u32, at_least: u64, deadline: Deadline) -> Result<Snapshot> {
+    fn stable(&self, region: u32, at_least: u64, deadline: Deadline) -> Result<RegionVersion> {
         let (at, described) = self.described(region)?;
         let control = self.layout.control(at);
         loop {
@@ -129,7 +129,7 @@ impl Arena {
                     continue;
                 }
                 if generation >= at_least {
-                    return Ok(Snapshot { generation, sequence });
+                    return Ok(RegionVersion { generation, sequence });
                 }
             } else if !self.writes(at) && !self.is_locked(WRITER_LOCKS + u64::from(region))? && same() {
                 let writer = self.mapping.load64(control.writer(), Ordering::Relaxed);

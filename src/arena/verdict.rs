@@ -156,7 +156,7 @@ impl Arena {
     /// Gives a round its outcome, unless it has one.
     fn settle_round(&self, round: u32, next: impl Fn(Decision) -> Decision) {
         let exchange = |seen, value| self.mapping.exchange64(self.layout.decision(), seen, value);
-        if decision::settle(self.decision(), round, next, exchange) {
+        if decision::give_outcome(self.decision(), round, next, exchange) {
             self.mapping.ring(self.layout.verdict_bell());
         }
     }

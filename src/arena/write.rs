@@ -1,10 +1,10 @@
 //! The writer of a region.
 //!
 //! Invariants:
-//! - A claim has the lock of the region, and no other effect: readers use the present generation. A write is a claim
+//! - A reservation has the lock of the region, and no other effect: readers use the present generation. A write is a reservation
 //!   whose sequence is odd. An odd sequence without the lock is a write whose process ended.
-//! - The phase of a claim changes by one compare-and-swap from the phase that the call needs: the program ends only its
-//!   own writes, and a stage only those of its claim.
+//! - The phase of a reservation changes by one compare-and-swap from the phase that the call needs: the program ends only its
+//!   own writes, and a stage only those of its reservation.
 //! - A write that no `end` completed leaves the region torn: the sequence stays odd until another writer has written
 //!   the whole region.
 //! - The generation changes only while the sequence is odd, and only grows.
@@ -16,16 +16,16 @@ use super::handle::{Arena, WRITER_LOCKS};
 use crate::error::{Error, Result};
 use crate::sys::{fork, range_lock};
 
-/// No claim.
+/// No reservation.
 const FREE: u32 = 0;
 /// A call changes the phase.
 const CHANGING: u32 = 1;
 /// The program writes the region.
 const WRITE: u32 = 2;
 /// A stage has the region, and does not write it yet.
-const CLAIMED: u32 = 3;
+const RESERVED: u32 = 3;
 /// A stage writes the region.
-const CLAIMED_WRITE: u32 = 4;
+const RESERVED_WRITE: u32 = 4;
 
 impl Arena {
     /// Begins to write a region as `generation`, which is above the present one. Readers wait from now on. Returns true
@@ -37,11 +37,11 @@ impl Arena {
     }
 
     /// Takes the region for a later write as `generation`, which is above the present one. Until
-    /// [`Arena::write_claimed`] readers use the present generation. Returns true if the region is torn. Errors: another
-    /// writer is at work, or has claimed the region (`Busy`).
-    pub fn claim(&self, region: u32, generation: u64) -> Result<bool> {
+    /// [`Arena::write_reserved`] readers use the present generation. Returns true if the region is torn. Errors: another
+    /// writer is at work, or has reserved the region (`Busy`).
+    pub fn reserve(&self, region: u32, generation: u64) -> Result<bool> {
         let (at, torn) = self.take(region, generation)?;
-        self.writing[at].phase.store(CLAIMED, Ordering::Release);
+        self.writing[at].phase.store(RESERVED, Ordering::Release);
         Ok(torn)
     }
 
@@ -87,16 +87,16 @@ impl Arena {
         Ok((at, torn))
     }
 
-    /// Begins the write of a claimed region. Readers wait from now on.
-    pub fn write_claimed(&self, region: u32) -> Result<()> {
-        let at = self.change(region, CLAIMED)?;
-        self.begin(at, CLAIMED_WRITE);
+    /// Begins the write of a reserved region. Readers wait from now on.
+    pub fn write_reserved(&self, region: u32) -> Result<()> {
+        let at = self.change(region, RESERVED)?;
+        self.begin(at, RESERVED_WRITE);
         Ok(())
     }
 
-    /// Gives a claimed region back that was not written.
-    pub fn unclaim(&self, region: u32) -> Result<()> {
-        let at = self.change(region, CLAIMED)?;
+    /// Gives a reserved region back that was not written.
+    pub fn unreserve(&self, region: u32) -> Result<()> {
+        let at = self.change(region, RESERVED)?;
         self.release(at);
         Ok(())
     }
@@ -114,19 +114,19 @@ impl Arena {
         Ok(())
     }
 
-    /// As [`Arena::write_end`], for a write of [`Arena::write_claimed`].
-    pub fn claimed_end(&self, region: u32) -> Result<()> {
-        self.end(self.change(region, CLAIMED_WRITE)?);
+    /// As [`Arena::write_end`], for a write of [`Arena::write_reserved`].
+    pub fn reserved_end(&self, region: u32) -> Result<()> {
+        self.end(self.change(region, RESERVED_WRITE)?);
         Ok(())
     }
 
-    /// As [`Arena::write_abort`], for a write of [`Arena::write_claimed`].
-    pub fn claimed_abort(&self, region: u32, restored: bool) -> Result<()> {
-        self.abort(self.change(region, CLAIMED_WRITE)?, restored);
+    /// As [`Arena::write_abort`], for a write of [`Arena::write_reserved`].
+    pub fn reserved_abort(&self, region: u32, restored: bool) -> Result<()> {
+        self.abort(self.change(region, RESERVED_WRITE)?, restored);
         Ok(())
     }
 
-    /// True if this handle writes the region, or has claimed it.
+    /// True if this handle writes the region, or has reserved it.
     pub(super) fn writes(&self, at: usize) -> bool {
         self.writing[at].phase.load(Ordering::Acquire) != FREE
     }
@@ -139,7 +139,7 @@ impl Arena {
             Ok(_) => Ok(at),
             Err(found) => {
                 let why = match found {
-                    CLAIMED | CLAIMED_WRITE => "belongs to a stage, which ends its write by itself",
+                    RESERVED | RESERVED_WRITE => "belongs to a stage, which ends its write by itself",
                     _ => "is not being written by this handle",
                 };
                 Err(Error::invalid("region", format!("{:?} {why}", described.name)))
@@ -161,14 +161,14 @@ impl Arena {
     fn end(&self, at: usize) {
         let generation = self.writing[at].generation.load(Ordering::Relaxed);
         self.mapping.store64(self.layout.control(at).generation(), generation, Ordering::Release);
-        self.settle(at, true);
+        self.finish(at, true);
     }
 
     fn abort(&self, at: usize, restored: bool) {
-        self.settle(at, restored && !self.writing[at].torn.load(Ordering::Relaxed));
+        self.finish(at, restored && !self.writing[at].torn.load(Ordering::Relaxed));
     }
 
-    fn settle(&self, at: usize, whole: bool) {
+    fn finish(&self, at: usize, whole: bool) {
         let control = self.layout.control(at);
         if whole {
             let sequence = self.mapping.load64(control.sequence(), Ordering::Relaxed);

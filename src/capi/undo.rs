@@ -19,9 +19,7 @@
 //!
 //!     spw_undo_close(undo);
 
-use super::optim::adagrad::spw_adagrad_options;
 use super::optim::adam::spw_adam_options;
-use super::optim::lion::spw_lion_options;
 use super::optim::table::{self, StepOptions};
 use super::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
@@ -114,41 +112,11 @@ pub unsafe extern "C" fn spw_undo_adam_step(
     guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
 }
 
-/// Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
+/// Does and records a step.
 ///
-/// # Safety
-/// As `spw_adam_step`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_adagrad_step(
-    undo: Option<&mut spw_undo>,
-    options: In<spw_adagrad_options>,
-    tensors: In<spw_tensor>,
-    count: u64,
-    stats_out: Out<spw_step_stats>,
-) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
-}
-
-/// Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
-///
-/// # Safety
-/// As `spw_adam_step`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_lion_step(
-    undo: Option<&mut spw_undo>,
-    options: In<spw_lion_options>,
-    tensors: In<spw_tensor>,
-    count: u64,
-    stats_out: Out<spw_step_stats>,
-) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
-}
-
 /// # Safety
 /// As `spw_undo_adam_step`.
-unsafe fn record<O: StepOptions>(
+pub(in crate::capi) unsafe fn record<O: StepOptions>(
     undo: Option<&mut spw_undo>,
     options: In<O>,
     tensors: In<spw_tensor>,

@@ -3,8 +3,6 @@
 
 use std::fmt;
 
-use super::Error;
-
 /// Kind of a file operation's failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoKind {
@@ -125,11 +123,6 @@ impl IoError {
             }
             None => IoError::of_errno(0, doing, path).because(error.to_string()),
         }
-    }
-
-    /// A caller's wait timed out; `detail` names the operations that are still in flight.
-    pub fn wait_timeout(detail: impl Into<String>) -> Error {
-        IoError::about(IoKind::Timeout, Doing::Waiting, "").because(detail).into()
     }
 
     /// The failure of the part of `bytes` bytes at `offset`.

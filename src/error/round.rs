@@ -4,8 +4,6 @@
 
 use std::fmt;
 
-use super::Error;
-
 /// What has the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounds {
@@ -50,13 +48,6 @@ pub enum RoundKind {
         /// The reason.
         reason: &'static str,
     },
-}
-
-impl Rounds {
-    /// The error of a call that does not fit the state.
-    pub fn error(self, kind: RoundKind) -> Error {
-        Error::Round(RoundError { of: self, kind })
-    }
 }
 
 impl fmt::Display for RoundError {

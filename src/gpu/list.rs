@@ -30,7 +30,7 @@ pub struct Job {
 
 /// The parts of a step that a call runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum StepPass {
     Step,
     Squares,
     Both,
@@ -60,8 +60,8 @@ struct Group {
 }
 
 impl Group {
-    fn function(&self, part: Part) -> Function {
-        if part == Part::Squares { self.squares } else { self.step }
+    fn function(&self, part: StepPass) -> Function {
+        if part == StepPass::Squares { self.squares } else { self.step }
     }
 }
 
@@ -159,7 +159,7 @@ impl List {
         &self,
         kernels: &Kernels,
         stream: &Stream,
-        part: Part,
+        part: StepPass,
         table: Option<u64>,
         sums: Option<&Sums>,
     ) -> Result<()> {

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::kernels::Kernels;
-use super::list::{Job, List, Part};
+use super::list::{Job, List, StepPass};
 use super::memory::Registry;
 use super::stream::{ForeignStream, GpuEvent, Stream};
 use super::sums::Sums;
 use super::tables::{Table, Tables};
 use crate::error::{Error, Result};
-use crate::optim::StepStats;
-use crate::stats;
+use crate::kernel::AdamRule;
+use crate::optim::{Family, StepStats};
 use crate::sys::sync::Lock;
 
 /// Adam steps on one device.
@@ -37,7 +37,7 @@ struct Memory {
 #[derive(Debug)]
 struct Call {
     list: List,
-    part: Part,
+    part: StepPass,
     table: Option<Table>,
     sums: Option<Sums>,
 }
@@ -61,19 +61,19 @@ impl Steps {
     /// Steps every tensor, in order on `stream`. With `squares` the call blocks, and returns the same statistics as
     /// `optim::step`; without, it returns default statistics at once. If a tensor is refused, no tensor steps.
     pub fn adam(&self, jobs: &[Job], stream: ForeignStream, squares: bool) -> Result<StepStats> {
-        self.run(jobs, stream, if squares { Part::Both } else { Part::Step }).map(|(_, seen)| seen)
+        self.run(jobs, stream, if squares { StepPass::Both } else { StepPass::Step }).map(|(_, seen)| seen)
     }
 
     /// As [`Steps::adam`] without `squares`; returns an event recorded behind the step.
     pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<Arc<GpuEvent>> {
-        self.run(jobs, stream, Part::Step).map(|(after, _)| after)
+        self.run(jobs, stream, StepPass::Step).map(|(after, _)| after)
     }
 
     /// Returns the statistics of [`Steps::adam`] without stepping; blocks. The gradients are complete: the call waits for
     /// no other work of the framework.
     pub fn measure(&self, jobs: &[Job]) -> Result<StepStats> {
         let after = Arc::new(GpuEvent::new(&self.device)?);
-        let call = self.prepare(jobs, Part::Squares)?;
+        let call = self.prepare(jobs, StepPass::Squares)?;
         let queued = self.launch(&call).and_then(|()| self.stream.record(&after));
         if queued.is_err() {
             // Squares that are queued must not read the gradients after this call.
@@ -87,12 +87,12 @@ impl Steps {
         self.stream.finish()
     }
 
-    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(Arc<GpuEvent>, StepStats)> {
+    fn run(&self, jobs: &[Job], stream: ForeignStream, part: StepPass) -> Result<(Arc<GpuEvent>, StepStats)> {
         let (before, after) = (GpuEvent::new(&self.device)?, Arc::new(GpuEvent::new(&self.device)?));
         let call = self.prepare(jobs, part)?;
         let stepped = self.step_between(&call, stream, &before, &after);
         if stepped.is_ok() {
-            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+            AdamRule::COUNTER.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
         }
         let seen = self.end(call, stepped.map(|()| &after))?;
         Ok((after, seen))
@@ -119,12 +119,12 @@ impl Steps {
     }
 
     /// Lists the tensors, takes the memory of the call and uploads its table. Errors: a tensor is refused.
-    fn prepare(&self, jobs: &[Job], part: Part) -> Result<Call> {
+    fn prepare(&self, jobs: &[Job], part: StepPass) -> Result<Call> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
         let list = List::new(&self.kernels, jobs)?;
-        let sums = if part == Part::Step { None } else { Some(self.sums(&list)?) };
+        let sums = if part == StepPass::Step { None } else { Some(self.sums(&list)?) };
         let mut call = Call { list, part, table: None, sums };
         match self.upload(&mut call) {
             Ok(()) => Ok(call),

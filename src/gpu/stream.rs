@@ -11,7 +11,7 @@ use cudarc::driver::sys::{CUevent, CUevent_flags, CUstream, CUstream_flags};
 
 use super::device::Device;
 use super::table::code;
-use super::waiters::Record;
+use super::waiters::EventRecord;
 use crate::error::{Error, Result};
 
 const STREAM_NON_BLOCKING: c_uint = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
@@ -238,7 +238,7 @@ impl GpuEvent {
     }
 
     /// The event and the number of its last record.
-    fn last_record(&self) -> Record {
+    fn last_record(&self) -> EventRecord {
         (self.handle, self.records.load(Ordering::Acquire))
     }
 

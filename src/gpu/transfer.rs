@@ -32,13 +32,13 @@ use crate::sys::threads;
 pub struct Transfers {
     device: Arc<Device>,
     marks: Marks,
-    shared: Arc<Shared>,
+    shared: Arc<TransferQueues>,
     threads: Arc<Threads>,
 }
 
 /// What the callers and the threads share.
 #[derive(Debug)]
-struct Shared {
+struct TransferQueues {
     tickets: Tickets,
     /// Taken by the thread of the direction.
     lanes: [Lock<Option<Lane>>; 2],
@@ -46,7 +46,7 @@ struct Shared {
     _kernels: Arc<Kernels>,
 }
 
-/// The threads of both directions. Apart from [`Shared`], so that a thread lets go of that before it counts as ended.
+/// The threads of both directions. Apart from [`TransferQueues`], so that a thread lets go of that before it counts as ended.
 #[derive(Debug, Default)]
 struct Threads {
     run: Lock<[bool; 2]>,
@@ -60,7 +60,7 @@ impl Transfers {
         let lane = |direction| -> Result<Lock<Option<Lane>>> {
             Ok(Lock::new(Some(Lane::new(device, kernels, direction, chunk_elements)?)))
         };
-        let shared = Shared {
+        let shared = TransferQueues {
             tickets: Tickets::default(),
             lanes: [lane(Direction::D2h)?, lane(Direction::H2d)?],
             _kernels: Arc::clone(kernels),
@@ -141,7 +141,7 @@ impl Transfers {
     }
 
     /// As [`Transfers::wait`], for at most the device's patience.
-    pub fn settle(&self, ticket: u64) -> Result<()> {
+    pub fn wait_patiently(&self, ticket: u64) -> Result<()> {
         self.device.usable()?;
         let until = self.device.patience();
         match self.shared.tickets.given(ticket, Some(until)) {

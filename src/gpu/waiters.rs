@@ -17,11 +17,11 @@ use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 
 /// An event, and the number of its record.
-pub(super) type Record = (usize, u64);
+pub(super) type EventRecord = (usize, u64);
 
 /// The threads that wait for one device.
 #[derive(Default)]
-pub(super) struct Waiters(Arc<Shared>);
+pub(super) struct Waiters(Arc<WaitQueue>);
 
 impl fmt::Debug for Waiters {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -30,7 +30,7 @@ impl fmt::Debug for Waiters {
 }
 
 #[derive(Default)]
-struct Shared {
+struct WaitQueue {
     state: Lock<State>,
     /// Signalled when a wait was added, and at the end.
     added: Signal,
@@ -41,9 +41,9 @@ struct Shared {
 #[derive(Default)]
 struct State {
     /// Waits that no thread has taken.
-    jobs: VecDeque<(Call, Record, Arc<Wait>)>,
+    jobs: VecDeque<(Call, EventRecord, Arc<Wait>)>,
     /// Waits that are not over.
-    pending: HashMap<Record, Arc<Wait>>,
+    pending: HashMap<EventRecord, Arc<Wait>>,
     /// Threads without a wait.
     idle: usize,
     closing: bool,
@@ -59,7 +59,7 @@ impl Waiters {
     /// Waits for a record by `call`, at most until `until`. False if that time has come.
     pub(super) fn wait(
         &self,
-        record: Record,
+        record: EventRecord,
         call: impl Fn() -> Result<()> + Send + 'static,
         until: Instant,
     ) -> Result<bool> {
@@ -72,7 +72,7 @@ impl Waiters {
         wait.get().map_or(Ok(false), |outcome| outcome.clone().map(|()| true))
     }
 
-    fn add(&self, state: &mut State, call: Call, record: Record) -> Result<Arc<Wait>> {
+    fn add(&self, state: &mut State, call: Call, record: EventRecord) -> Result<Arc<Wait>> {
         if state.idle <= state.jobs.len() {
             let shared = Arc::clone(&self.0);
             threads::spawn_quiet("spillway-wait", move || shared.serve())
@@ -92,7 +92,7 @@ impl Waiters {
     }
 }
 
-impl Shared {
+impl WaitQueue {
     fn serve(&self) {
         while let Some((call, record, wait)) = self.next() {
             // The driver sleeps: the events block.
@@ -108,7 +108,7 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Option<(Call, Record, Arc<Wait>)> {
+    fn next(&self) -> Option<(Call, EventRecord, Arc<Wait>)> {
         let mut state = self.state.lock();
         state.idle += 1;
         let none = |state: &mut State| state.jobs.is_empty() && !state.closing;

@@ -23,12 +23,12 @@ use crate::sys::threads;
 pub struct Watches {
     device: Arc<Device>,
     marks: Marks,
-    shared: Arc<Shared>,
+    shared: Arc<WatchList>,
 }
 
 /// What the callers and the thread share.
 #[derive(Debug, Default)]
-struct Shared {
+struct WatchList {
     state: Lock<State>,
     /// Signalled when a mark was added, when the watches are dropped, and when the thread ends.
     changed: Signal,
@@ -90,7 +90,7 @@ impl Watches {
     }
 }
 
-impl Shared {
+impl WatchList {
     /// The thread: waits for the marks in their order.
     fn serve(&self) {
         while let Some((mark, report)) = self.next() {

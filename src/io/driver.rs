@@ -24,7 +24,7 @@ use slab::Slab;
 use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep};
 use super::classify::{InFlight, PieceResult, classify};
 use super::counters::Counters;
-use super::operation::{Operation, Shared};
+use super::operation::{DriverLink, Operation};
 use super::options::TurnOptions;
 use super::plan::Route;
 use super::plan::Splitter;
@@ -43,7 +43,7 @@ const BATCH_FROM: usize = 16;
 const BUSY_PIECES: u64 = 4;
 
 pub(super) struct Driver {
-    shared: Arc<Shared>,
+    shared: Arc<DriverLink>,
     depth: usize,
     running: Slab<Running>,
     directions: [Pending; DIRECTIONS],
@@ -103,7 +103,7 @@ impl Bounce {
 }
 
 impl Driver {
-    pub(super) fn new(shared: Arc<Shared>, depth: usize, bounce: Bounce, turns: TurnOptions) -> Driver {
+    pub(super) fn new(shared: Arc<DriverLink>, depth: usize, bounce: Bounce, turns: TurnOptions) -> Driver {
         Driver {
             shared,
             depth,

@@ -21,7 +21,7 @@ use super::driver::{Bounce, Driver};
 use super::file::File;
 use super::object;
 use super::open_files::OpenFiles;
-use super::operation::{Admitted, EngineState, Entry, Operation, Phase, Shared, WaitEvent, taken};
+use super::operation::{Admitted, DriverLink, EngineState, Entry, Operation, Phase, WaitEvent, taken};
 use super::options::{
     BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, FILE_MODE, Options, PREALLOCATE_FROM, Request, Target,
     TurnOptions, checked, forced_backend,
@@ -31,7 +31,7 @@ use super::plan::{self, Route, Splitter};
 use super::profile::{self, Profile, with_profile};
 use super::threads::Threads;
 use super::uring::Uring;
-use crate::error::{Error, IoError, Result};
+use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region;
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -42,7 +42,7 @@ use crate::sys::sync::Lock;
 use crate::sys::{threads, try_vec};
 
 /// While it lives, the operations of an engine begin without turns.
-pub struct WithoutTurns(Arc<Shared>);
+pub struct WithoutTurns(Arc<DriverLink>);
 
 impl Drop for WithoutTurns {
     fn drop(&mut self) {
@@ -54,7 +54,7 @@ impl Drop for WithoutTurns {
 pub struct Engine {
     options: Options,
     piece_size: PieceSize,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<DriverLink>,
     files: OpenFiles,
     backend: &'static str,
     backend_reason: String,
@@ -91,7 +91,7 @@ impl Engine {
     }
 
     /// Starts an engine on a simulated backend.
-    #[cfg(any(test, feature = "sim"))]
+    #[cfg(test)]
     pub fn open_simulated(options: Options, sim: super::sim::Sim) -> Result<Engine> {
         Engine::start(with_profile(options, None), None, move || {
             Ok((Box::new(sim) as Box<dyn Backend>, String::new()))
@@ -120,7 +120,7 @@ impl Engine {
         let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
         let bounce =
             Bounce::new(block, blocks).map_err(|error| Error::system("allocating bounce buffers", &error))?;
-        let shared = Arc::new(Shared::new(options.io_timeout));
+        let shared = Arc::new(DriverLink::new(options.io_timeout));
         let (report, started) = mpsc::channel();
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-io", move || drive(theirs, (depth, turns), bounce, make, report))
@@ -425,7 +425,7 @@ impl Engine {
             let Some(event) = missing(&mut state)? else { return Ok(()) };
             if until.is_some_and(|until| Instant::now() >= until) {
                 let pending = state.unfinished;
-                return Err(IoError::wait_timeout(format!("{pending} operations are still in flight")));
+                return Err(Error::wait_timeout(format!("{pending} operations are still in flight")));
             }
             let nearest = [until, next_deadline].into_iter().flatten().min();
             state = self.shared.await_event(state, event, nearest);
@@ -447,7 +447,7 @@ impl Drop for Engine {
 
 /// The driver thread.
 fn drive(
-    shared: Arc<Shared>,
+    shared: Arc<DriverLink>,
     (depth, turns): (usize, TurnOptions),
     bounce: Bounce,
     make: impl FnOnce() -> Result<OpenedBackend>,

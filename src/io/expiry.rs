@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use super::counters::Counters;
 use super::engine::Engine;
 use super::file::File;
-use super::operation::{EngineState, FAILED_DEVICE, Phase, Shared, key_of};
+use super::operation::{DriverLink, EngineState, FAILED_DEVICE, Phase, key_of};
 use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::log::{self, Level};
 use crate::sys::sync::Guard;
@@ -23,7 +23,7 @@ use crate::sys::sync::Guard;
 /// Bounds of the time between two checks while operations are in flight.
 const CHECK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
 
-impl Shared {
+impl DriverLink {
     /// Expires and logs operations past their deadline, or in flight without progress for too long. `now` is the time at
     /// which the caller has the lock. Returns the time of the next check, and whether anything expired.
     pub(super) fn expire<'a>(

@@ -13,7 +13,7 @@
 //! | `file`, `open_files` | open files: direct or buffered, and why; the files that an engine keeps open |
 //! | [`turns`] | turns of processes on a device: one process at a time transfers to it |
 //! | `object` | files of an object store: pieces as requests of the crate in stores/ |
-//! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
+//! | `backend` | the interface below: `uring`, `threads` (files and object stores); for tests `sim` of `ffi_tests/doubles`, with seeded faults |
 //!
 //! Only `uring` contains unsafe code.
 
@@ -39,7 +39,8 @@ pub mod turns;
 
 pub mod object;
 
-#[cfg(any(test, feature = "sim"))]
+#[cfg(test)]
+#[path = "../../ffi_tests/doubles/io/sim/mod.rs"]
 pub mod sim;
 
 #[cfg(test)]

@@ -111,7 +111,7 @@ pub(super) enum WaitEvent {
 }
 
 /// State shared by callers and driver.
-pub(super) struct Shared {
+pub(super) struct DriverLink {
     pub(super) state: Lock<EngineState>,
     pub(super) counters: Counters,
     /// True if the driver has room, so a new operation should wake it.
@@ -200,9 +200,9 @@ impl Ended {
     }
 }
 
-impl Shared {
-    pub(super) fn new(io_timeout: Option<Duration>) -> Shared {
-        Shared {
+impl DriverLink {
+    pub(super) fn new(io_timeout: Option<Duration>) -> DriverLink {
+        DriverLink {
             state: Lock::default(),
             counters: Counters::default(),
             need_wakeup: AtomicBool::new(false),

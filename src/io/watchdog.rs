@@ -19,7 +19,7 @@ const SETTLING_CHECK: Duration = Duration::from_millis(5);
 /// State from earlier checks of the operations in flight.
 #[derive(Debug, Default)]
 pub(super) struct Watchdog {
-    /// The value of `Shared::progress`, and when it was last seen to change.
+    /// The value of `DriverLink::progress`, and when it was last seen to change.
     pub(super) seen: (u64, Option<Instant>),
     /// When the next check was planned; `None` if nothing was in flight.
     pub(super) planned: Option<Instant>,
@@ -57,7 +57,7 @@ impl Watchdog {
         let late = LATE.max(every);
         let stopped = self.planned.is_some_and(|planned| now.saturating_duration_since(planned) > late);
         if stopped {
-            self.settle(turns, now + AFTER_STOP.0, now + AFTER_STOP.1);
+            self.begin_settling(turns, now + AFTER_STOP.0, now + AFTER_STOP.1);
             self.seen.1 = Some(now);
         }
         stopped
@@ -68,7 +68,7 @@ impl Watchdog {
         if self.settling.is_some() || std::mem::replace(&mut self.woken, true) {
             return false;
         }
-        self.settle(turns, now, now + AFTER_DEADLINE);
+        self.begin_settling(turns, now, now + AFTER_DEADLINE);
         true
     }
 
@@ -86,7 +86,7 @@ impl Watchdog {
         self.settling.as_ref().map(|_| now + SETTLING_CHECK)
     }
 
-    fn settle(&mut self, turns: u64, not_before: Instant, until: Instant) {
+    fn begin_settling(&mut self, turns: u64, not_before: Instant, until: Instant) {
         self.woken = true;
         // The driver's current wait may have ended already, so the wait after it counts.
         self.settling = Some(Settling { turn: turns + 2, not_before, until });

@@ -1,7 +1,7 @@
 //! The tensors of one call, kept for longer than the call: those of a recorded step, and of a speculation bucket.
 #![forbid(unsafe_code)]
 
-use super::parallel::Job;
+use super::job::Job;
 use crate::error::{Error, Result};
 use crate::kernel::{LentTensor, Tensor};
 use crate::sys::try_vec;

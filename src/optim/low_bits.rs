@@ -20,7 +20,7 @@ pub struct SplitMaster<'a> {
 
 /// Sets low bits to zero whose tile other code has written, and stores the sums of the present elements. Fails before
 /// anything is changed. Panics if lengths do not fit each other.
-pub fn settle(masters: Vec<SplitMaster<'_>>) -> Result<()> {
+pub fn zero_stale(masters: Vec<SplitMaster<'_>>) -> Result<()> {
     let count = masters.iter().map(|master| master.param.len().div_ceil(CHUNK)).sum();
     let mut parts = try_vec::with_capacity("listing the parts of parameters", count)?;
     let elements: usize = masters.iter().map(|master| master.param.len()).sum();
@@ -52,7 +52,8 @@ mod tests {
         let mut sums: Vec<Vec<u64>> = lengths.iter().map(|n| vec![0; n.div_ceil(TILE)]).collect();
         let settle_all = |params: &[Vec<bf16>], lows: &mut [Vec<u16>], sums: &mut [Vec<u64>]| {
             let masters = params.iter().zip(lows).zip(sums);
-            settle(masters.map(|((param, low), sums)| SplitMaster { param, low, sums }).collect()).unwrap();
+            zero_stale(masters.map(|((param, low), sums)| SplitMaster { param, low, sums }).collect())
+                .unwrap();
         };
 
         settle_all(&params, &mut lows, &mut sums);

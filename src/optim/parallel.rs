@@ -8,20 +8,13 @@
 //!   workers that are awake.
 #![forbid(unsafe_code)]
 
-use super::{Family, StepStats};
+use super::family::Family;
+pub use super::job::{Job, elements};
+use super::step_stats::StepStats;
 use crate::error::Result;
 use crate::kernel::squares::{self, TILE, split};
 use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor};
 use crate::sys::{threads, try_vec};
-
-/// One tensor and its optimizer coefficients.
-#[derive(Debug)]
-pub struct Job<'a, O> {
-    /// Coefficients.
-    pub optimizer: O,
-    /// Memory spans of the tensor.
-    pub tensor: Tensor<'a>,
-}
 
 /// Work on each chunk of a tensor.
 pub trait Work<O>: Sync {
@@ -46,7 +39,7 @@ pub fn step_all<O: Optimizer>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<
 
 /// [`step_all`] with the kernel that the caller chooses.
 pub fn step_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
-    run_parallel(jobs, &Step { kernel, squares }).map(StepStats::of)
+    run_parallel(jobs, &ChunkStep { kernel, squares }).map(StepStats::of)
 }
 
 /// Returns the statistics that a step would return, with the same bits. Changes nothing.
@@ -106,7 +99,7 @@ pub fn sum_of(sums: &[f64]) -> f64 {
 }
 
 /// A part until its work begins, and then its result.
-type Running<'p, 'a, O> = (Option<Part<'p, 'a, O>>, Result<f64>);
+type Running<'p, 'a, O> = (Option<WorkUnit<'p, 'a, O>>, Result<f64>);
 
 /// Does the parts of a call, and returns their results in order.
 fn run_parts<O: Optimizer, W: Work<O>>(
@@ -131,19 +124,14 @@ fn part_elements(elements: usize) -> usize {
     (elements / 8).next_power_of_two().clamp(TILE, CHUNK)
 }
 
-/// Total elements of all tensors.
-pub fn elements<O>(jobs: &[Job<'_, O>]) -> usize {
-    jobs.iter().map(|job| job.tensor.len()).sum()
-}
-
 /// Steps each chunk.
-pub(super) struct Step {
+pub(super) struct ChunkStep {
     pub kernel: Kernel,
     /// If true, the result is the sum of squares of the scaled gradients.
     pub squares: bool,
 }
 
-impl<O: Optimizer> Work<O> for Step {
+impl<O: Optimizer> Work<O> for ChunkStep {
     fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
         Ok(job.optimizer.step(self.kernel, job.tensor, self.squares)?)
     }
@@ -172,18 +160,18 @@ impl<O: Optimizer> Work<O> for Publish {
 
 /// The unit of work of one thread.
 #[expect(clippy::large_enum_variant, reason = "almost all parts of a call are of the large kind")]
-enum Part<'p, 'a, O> {
+enum WorkUnit<'p, 'a, O> {
     /// Adjacent small tensors with at most [`CHUNK`] elements in total.
     Few(&'p mut [Job<'a, O>]),
     /// At most [`CHUNK`] elements of one tensor.
     Chunk(Job<'p, O>),
 }
 
-impl<O: Optimizer> Part<'_, '_, O> {
+impl<O: Optimizer> WorkUnit<'_, '_, O> {
     fn run<W: Work<O>>(self, work: &W) -> Result<f64> {
         match self {
-            Part::Few(jobs) => Cut { most: CHUNK, group: false }.tree(jobs, &mut |part| part.run(work)),
-            Part::Chunk(job) => work.chunk(job),
+            WorkUnit::Few(jobs) => Cut { most: CHUNK, group: false }.tree(jobs, &mut |part| part.run(work)),
+            WorkUnit::Chunk(job) => work.chunk(job),
         }
     }
 }
@@ -203,12 +191,12 @@ impl Cut {
     fn tree<'p, 'a, O: Optimizer>(
         self,
         jobs: &'p mut [Job<'a, O>],
-        part: &mut impl FnMut(Part<'p, 'a, O>) -> Result<f64>,
+        part: &mut impl FnMut(WorkUnit<'p, 'a, O>) -> Result<f64>,
     ) -> Result<f64> {
         match jobs {
             [] => Ok(0.0),
             [job] => self.cut(job.optimizer, job.tensor.reborrow(), part),
-            many if self.group && elements(many) <= self.most => part(Part::Few(many)),
+            many if self.group && elements(many) <= self.most => part(WorkUnit::Few(many)),
             many => {
                 let (left, right) = many.split_at_mut(many.len() / 2);
                 combine(self.tree(left, part), self.tree(right, part))
@@ -227,10 +215,10 @@ impl Cut {
         let mut rest = tensor;
         while rest.len() > self.most {
             let (first, after) = rest.split_at(self.most);
-            parts.push((Some(Part::Chunk(Job { optimizer, tensor: first })), Ok(0.0)));
+            parts.push((Some(WorkUnit::Chunk(Job { optimizer, tensor: first })), Ok(0.0)));
             rest = after;
         }
-        parts.push((Some(Part::Chunk(Job { optimizer, tensor: rest })), Ok(0.0)));
+        parts.push((Some(WorkUnit::Chunk(Job { optimizer, tensor: rest })), Ok(0.0)));
         Ok(parts)
     }
 
@@ -238,10 +226,10 @@ impl Cut {
         self,
         optimizer: O,
         tensor: Tensor<'p>,
-        part: &mut impl FnMut(Part<'p, 'a, O>) -> Result<f64>,
+        part: &mut impl FnMut(WorkUnit<'p, 'a, O>) -> Result<f64>,
     ) -> Result<f64> {
         if tensor.len() <= self.most {
-            return part(Part::Chunk(Job { optimizer, tensor }));
+            return part(WorkUnit::Chunk(Job { optimizer, tensor }));
         }
         let parts = tensor.len().div_ceil(self.most);
         let (left, right) = tensor.split_at(split(parts) * self.most);
@@ -295,7 +283,7 @@ mod tests {
     #[test]
     fn bits_do_not_depend_on_the_cuts() {
         let kernel = crate::optim::kernel().unwrap();
-        let work = Step { kernel, squares: true };
+        let work = ChunkStep { kernel, squares: true };
         let lists: [&[usize]; 8] = [
             &[SHARED - 1],
             &[SHARED],

@@ -6,12 +6,13 @@
 //! - The log belongs to the step that is recorded, in the order of its tensors.
 #![forbid(unsafe_code)]
 
+use super::family::{Family, RecordedStep, WithTensors};
 use super::lent::Lent;
 use super::parallel::{self, Job};
-use super::{Family, StepStats, undo};
+use super::step_stats::StepStats;
+use super::undo;
 use crate::error::{Error, Result};
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, log_bytes, needs_a_log};
-use crate::stats;
+use crate::kernel::{AdamRule, Optimizer, log_bytes, needs_a_log};
 use crate::sys::reserve::Reserve;
 
 /// How a step is rolled back.
@@ -33,7 +34,7 @@ pub struct Recording {
     memory: Memory,
     /// Most tensors of one step.
     capacity: usize,
-    step: Option<Step>,
+    step: Option<RecordedStep>,
     /// Checksum of the spans after a sealed step. Its rollback names the spans again, and they may have moved.
     seal: u64,
 }
@@ -42,16 +43,6 @@ enum Memory {
     Arithmetic,
     Delta(Reserve),
     Shadow,
-}
-
-/// The tensors of the recorded step, with their coefficients.
-pub enum Step {
-    /// A step of Adam.
-    Adam(Lent<AdamRule>),
-    /// A step of Adagrad.
-    Adagrad(Lent<AdagradRule>),
-    /// A step of Lion.
-    Lion(Lent<LionRule>),
 }
 
 impl Recording {
@@ -108,7 +99,7 @@ impl Recording {
             for job in jobs.iter_mut() {
                 seal = undo::step_sealed(job)?;
             }
-            stats::ADAM.add(parallel::elements(jobs));
+            AdamRule::COUNTER.add(parallel::elements(jobs));
             Ok(StepStats::default())
         })?;
         self.seal = seal;
@@ -120,7 +111,7 @@ impl Recording {
     /// step left them.
     pub fn rollback_sealed(&mut self, mut present: Lent<AdamRule>) -> Result<Option<bool>> {
         let nothing = (present.count() == 0).then_some(true);
-        let Some(Step::Adam(tensors)) = &mut self.step else { return Ok(nothing) };
+        let Some(RecordedStep::Adam(tensors)) = &mut self.step else { return Ok(nothing) };
         // Before the seal, which costs a pass over the memory.
         if !tensors.is_alike(&present) {
             return Ok(nothing);
@@ -138,11 +129,7 @@ impl Recording {
     /// Rolls back the recorded step, and repeats it if there is another gradient scale.
     pub fn rollback(&mut self, redo_scale: Option<f32>) -> Result<()> {
         let step = self.step.as_mut().ok_or_else(|| Error::invalid("undo", "has no recorded step"))?;
-        match step {
-            Step::Adam(tensors) => rollback(tensors, &mut self.memory, redo_scale),
-            Step::Adagrad(tensors) => rollback(tensors, &mut self.memory, redo_scale),
-            Step::Lion(tensors) => rollback(tensors, &mut self.memory, redo_scale),
-        }?;
+        step.with(Rollback { memory: &mut self.memory, redo_scale })?;
         self.forget();
         Ok(())
     }
@@ -171,34 +158,33 @@ impl Recording {
     }
 }
 
-impl Step {
-    fn lengths(&self) -> Vec<usize> {
-        match self {
-            Step::Adam(tensors) => tensors.lengths().collect(),
-            Step::Adagrad(tensors) => tensors.lengths().collect(),
-            Step::Lion(tensors) => tensors.lengths().collect(),
-        }
-    }
+struct Rollback<'a> {
+    memory: &'a mut Memory,
+    redo_scale: Option<f32>,
 }
 
-fn rollback<R: Optimizer>(tensors: &mut Lent<R>, memory: &mut Memory, redo_scale: Option<f32>) -> Result<()> {
-    let shadow = matches!(memory, Memory::Shadow);
-    if shadow && redo_scale.is_none() {
-        return Ok(());
-    }
-    let mut jobs = tensors.lend()?;
-    if matches!(memory, Memory::Arithmetic) {
-        let irreversible = |job: &mut Job<'_, R>| undo::check_reversible(job).err();
-        let found = jobs.iter_mut().enumerate().find_map(|(index, job)| Some((index, irreversible(job)?)));
-        if let Some((index, error)) = found {
-            drop(jobs);
-            return Err(tensors.named(index, error));
+impl WithTensors for Rollback<'_> {
+    fn with<R: Optimizer>(self, tensors: &mut Lent<R>) -> Result<()> {
+        let Rollback { memory, redo_scale } = self;
+        let shadow = matches!(memory, Memory::Shadow);
+        if shadow && redo_scale.is_none() {
+            return Ok(());
         }
-    }
-    let mut jobs = attach(jobs, memory)?;
-    match redo_scale.filter(|_| shadow) {
-        Some(scale) => undo::step_again(&mut jobs, scale),
-        None => undo::undo(&mut jobs, redo_scale),
+        let mut jobs = tensors.lend()?;
+        if matches!(memory, Memory::Arithmetic) {
+            let irreversible = |job: &mut Job<'_, R>| undo::check_reversible(job).err();
+            let found =
+                jobs.iter_mut().enumerate().find_map(|(index, job)| Some((index, irreversible(job)?)));
+            if let Some((index, error)) = found {
+                drop(jobs);
+                return Err(tensors.named(index, error));
+            }
+        }
+        let mut jobs = attach(jobs, memory)?;
+        match redo_scale.filter(|_| shadow) {
+            Some(scale) => undo::step_again(&mut jobs, scale),
+            None => undo::undo(&mut jobs, redo_scale),
+        }
     }
 }
 

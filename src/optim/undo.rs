@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::grad;
-use super::parallel::{Job, Step, Work, run_parallel, step_all};
+use super::parallel::{ChunkStep, Job, Work, run_parallel, step_all};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Optimizer, log_bytes, log_has_values, log_used_of};
@@ -50,7 +50,7 @@ pub fn step_again<O: Optimizer>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Res
 /// Steps one tensor, and returns the checksum of all values that the undo of this step will read. Each chunk is summed
 /// right after its step, while it is still in the caches.
 pub fn step_sealed<O: Optimizer>(job: &mut Job<'_, O>) -> Result<u64> {
-    sealed(job, Step { kernel: super::kernel()?, squares: false })
+    sealed(job, ChunkStep { kernel: super::kernel()?, squares: false })
 }
 
 /// Computes the checksum of [`step_sealed`] again. The result is equal if parameter, states and gradient are unchanged.

@@ -11,18 +11,18 @@ use std::time::Duration;
 
 use super::sync::{Lock, Signal, deadline_after};
 use super::threads;
-use crate::error::{Error, IoError, Result};
+use crate::error::{Error, Result};
 
 /// The side of the thread, which gives the outcome.
 #[derive(Debug)]
-pub struct Promise<T>(Arc<Shared<T>>);
+pub struct Promise<T>(Arc<Awaited<T>>);
 
 /// The side of the caller, who waits for the outcome.
 #[derive(Debug)]
-pub struct Outcome<T>(Arc<Shared<T>>);
+pub struct Outcome<T>(Arc<Awaited<T>>);
 
 #[derive(Debug)]
-struct Shared<T> {
+struct Awaited<T> {
     /// What is awaited, for messages.
     what: &'static str,
     outcome: Lock<Option<Result<T>>>,
@@ -31,7 +31,7 @@ struct Shared<T> {
 
 /// Both sides of the outcome of `what`.
 pub fn promise<T>(what: &'static str) -> (Promise<T>, Outcome<T>) {
-    let shared = Arc::new(Shared { what, outcome: Lock::new(None), given: Signal::default() });
+    let shared = Arc::new(Awaited { what, outcome: Lock::new(None), given: Signal::default() });
     (Promise(Arc::clone(&shared)), Outcome(shared))
 }
 
@@ -88,15 +88,15 @@ impl<T: Clone> Outcome<T> {
     /// The outcome, any number of times. `Timeout` if it was not given after `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<T> {
         let until = deadline_after(timeout);
-        let Shared { what, outcome, given } = &*self.0;
+        let Awaited { what, outcome, given } = &*self.0;
         let outcome = given.wait_while(outcome.lock(), until, |outcome| outcome.is_none());
-        outcome.clone().unwrap_or_else(|| Err(IoError::wait_timeout(format!("{what} is still in progress"))))
+        outcome.clone().unwrap_or_else(|| Err(Error::wait_timeout(format!("{what} is still in progress"))))
     }
 }
 
 impl<T> Drop for Outcome<T> {
     fn drop(&mut self) {
-        let Shared { outcome, given, .. } = &*self.0;
+        let Awaited { outcome, given, .. } = &*self.0;
         drop(given.wait_while(outcome.lock(), None, |outcome| outcome.is_none()));
     }
 }

@@ -16,7 +16,7 @@
 //! - The items and the closure are borrowed from the caller. Only the caller and the workers inside access them.
 //! - The caller sees every write of a worker: a worker leaves with release ordering, and the caller acquires the last
 //!   exit.
-//! - A worker outside accesses only fields of `Shared` that borrow nothing; its job co-owns them with the caller.
+//! - A worker outside accesses only fields of `TeamWork` that borrow nothing; its job co-owns them with the caller.
 
 use std::any::Any;
 use std::ops::Range;
@@ -75,10 +75,10 @@ impl Team {
     /// thread.
     pub fn each<T: Send>(&self, most: usize, items: &mut [T], work: impl Fn(&mut T) + Sync) {
         let base = Base(items.as_mut_ptr());
-        // SAFETY: `Shared` hands out each index below items.len() once, and the items stay borrowed during this call.
+        // SAFETY: `TeamWork` hands out each index below items.len() once, and the items stay borrowed during this call.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1)).min(most.saturating_sub(1));
-        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1));
+        let shared = Arc::new(TeamWork::new(&item, items.len(), workers + 1));
         let began = openmp::now();
         if !self.bound
             && workers == self.workers()
@@ -97,7 +97,7 @@ impl Team {
         shared.resume_panic();
     }
 
-    fn queue_job(&self, shared: &Arc<Shared>) {
+    fn queue_job(&self, shared: &Arc<TeamWork>) {
         if self.queued.load(Ordering::Relaxed) >= MAX_QUEUED * self.workers() {
             return;
         }
@@ -123,7 +123,7 @@ impl<T> Base<T> {
 unsafe impl<T: Send> Sync for Base<T> {}
 
 /// State that the caller and its workers share.
-struct Shared {
+struct TeamWork {
     /// Borrowed from the caller: used only by the caller and by workers inside.
     work: *const (dyn Fn(usize) + Sync),
     chunks: Vec<Chunk>,
@@ -138,9 +138,9 @@ const ASLEEP: u32 = 1;
 const LEFT: u32 = 2;
 
 // SAFETY: the closure behind `work` is Sync, and `occupancy` keeps the closure alive for every thread that calls it.
-unsafe impl Send for Shared {}
+unsafe impl Send for TeamWork {}
 // SAFETY: as above.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for TeamWork {}
 
 /// A chunk: consecutive items, with a counter on cache lines of its own.
 #[repr(align(128))]
@@ -171,8 +171,8 @@ const SLEEP: Duration = Duration::from_secs(1);
 /// Number of spins on `occupancy` before the caller sleeps: some tens of microseconds, as long as one item may take.
 const SPINS: usize = 1 << 10;
 
-impl Shared {
-    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, team: usize) -> Shared {
+impl TeamWork {
+    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, team: usize) -> TeamWork {
         let work: *const (dyn Fn(usize) + Sync + 'a) = work;
         // SAFETY: the two types differ in the lifetime alone, and `occupancy` enforces the shorter lifetime.
         let work = unsafe {
@@ -184,7 +184,7 @@ impl Shared {
             joined: AtomicBool::new(of == 0),
             items: edge(of)..edge(of + 1),
         };
-        Shared {
+        TeamWork {
             work,
             chunks: (0..team).map(chunk).collect(),
             occupancy: AtomicUsize::new(0),
@@ -244,11 +244,11 @@ impl Shared {
 }
 
 /// Sets CLOSED and waits for the workers inside, also when the caller's own work panics.
-struct CloseOnDrop<'a>(&'a Shared);
+struct CloseOnDrop<'a>(&'a TeamWork);
 
 impl Drop for CloseOnDrop<'_> {
     fn drop(&mut self) {
-        let Shared { occupancy, workers, .. } = self.0;
+        let TeamWork { occupancy, workers, .. } = self.0;
         let mut inside = occupancy.fetch_or(CLOSED, Ordering::Acquire) & !CLOSED;
         for spin in 0.. {
             if inside == 0 {

@@ -70,9 +70,9 @@ fn below(owner: &Owner) -> String {
 }
 
 impl Bucket {
-    /// Claims the prefix of `owner` in a store. `None` if it holds no objects and `make` is false. Errors: `Locked` if
+    /// Takes the prefix of `owner` in a store. `None` if it holds no objects and `make` is false. Errors: `Locked` if
     /// another process holds the prefix, and errors of the store.
-    pub fn claim(
+    pub fn acquire(
         store: Arc<dyn Store>,
         address: &Address,
         owner: &Owner,
@@ -195,7 +195,7 @@ fn is_lock(key: &str, prefix: &str) -> bool {
 /// A path's storage and engine.
 type Opened = (Box<dyn Storage>, Engine);
 
-/// Claims the prefix of `owner` at `address`. `None` if it holds no objects and `make` is false.
+/// Takes the prefix of `owner` at `address`. `None` if it holds no objects and `make` is false.
 pub(super) fn open(address: &str, owner: &Owner, io: IoOptions, make: bool) -> Result<Option<Opened>> {
     let (address, store) = connect(address, io.io_timeout)?;
     open_in(store, &address, owner, io, make)
@@ -224,7 +224,7 @@ fn open_in(
     io: IoOptions,
     make: bool,
 ) -> Result<Option<Opened>> {
-    let Some(bucket) = Bucket::claim(store, address, owner, make)? else { return Ok(None) };
+    let Some(bucket) = Bucket::acquire(store, address, owner, make)? else { return Ok(None) };
     let engine = Engine::open_volume(io, bucket.volume())?;
     Ok(Some((Box::new(bucket), engine)))
 }
@@ -233,7 +233,7 @@ fn open_in(
 pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     owner.check()?;
     let (address, store) = connect(address, None)?;
-    match Bucket::claim(store, &address, owner, false)? {
+    match Bucket::acquire(store, &address, owner, false)? {
         Some(bucket) => Arc::new(bucket).remove(),
         None => {
             let error = StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
@@ -258,7 +258,7 @@ pub(super) struct PrefixLock {
 }
 
 impl PrefixLock {
-    /// Claims `prefix`, then lists its objects; no other process changes them from then on.
+    /// Takes `prefix`, then lists its objects; no other process changes them from then on.
     pub(super) fn acquire(
         store: &Arc<dyn Store>,
         prefix: &str,

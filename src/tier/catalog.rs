@@ -28,11 +28,15 @@
 #![forbid(unsafe_code)]
 
 mod commits;
+mod contents;
+mod named;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 
-use commits::Commit;
+pub(super) use contents::Contents;
+use contents::same;
+use named::Commit;
 
 use super::extent::{Chunk, Shape, Version};
 use super::format::{ExtentRecord, Superblock};
@@ -56,15 +60,6 @@ pub struct ExtentInfo {
     pub blocks: Vec<u32>,
     /// True if some blocks are on a missing path.
     pub lost: bool,
-}
-
-/// One version of an extent, and the checksums of its blocks once known.
-#[derive(Debug)]
-pub(super) struct Contents {
-    /// Increases with the begin of the write.
-    number: u64,
-    version: Version,
-    checksums: OnceLock<Arc<[u64]>>,
 }
 
 /// The extent and the generation that a transfer reads or writes.
@@ -116,7 +111,7 @@ pub(super) enum View {
 
 /// The contents of all extents at one moment.
 #[derive(Debug, Clone)]
-pub(super) struct Snapshot<T> {
+pub(super) struct HeldContents<T> {
     /// The last committed step.
     pub(super) step: Option<u64>,
     /// Payload of that commit.
@@ -429,7 +424,7 @@ impl Catalog {
 
     /// Takes a snapshot. Errors: `Current` while an extent is being written (`Busy`), `Committed` without a commit
     /// (`NoState`).
-    pub(super) fn snapshot(&mut self, view: View) -> Result<Snapshot<Held>> {
+    pub(super) fn snapshot(&mut self, view: View) -> Result<HeldContents<Held>> {
         let writing = self.numbered().find(|(_, extent)| extent.writing && view == View::Current);
         if let Some((_, extent)) = writing {
             return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
@@ -453,7 +448,7 @@ impl Catalog {
             }
         }
         extents.iter().for_each(|held| self.hold(&held.contents));
-        Ok(Snapshot { step: self.step, payload: self.payload.clone(), extents, lost })
+        Ok(HeldContents { step: self.step, payload: self.payload.clone(), extents, lost })
     }
 
     /// Holds the contents of one extent, which may have none, until [`Catalog::end_snapshot`].
@@ -631,22 +626,6 @@ impl Catalog {
     }
 }
 
-impl Contents {
-    pub(super) fn version(&self) -> &Version {
-        &self.version
-    }
-
-    /// Checksums of the blocks, if they were written or read while the tier is open.
-    pub(super) fn checksums(&self) -> Option<&Arc<[u64]>> {
-        self.checksums.get()
-    }
-
-    /// Keeps the checksums that were read.
-    pub(super) fn learn(&self, checksums: &Arc<[u64]>) {
-        let _ = self.checksums.set(Arc::clone(checksums));
-    }
-}
-
 fn missing(number: u32) -> Error {
     Error::invalid("extent", format!("{number} does not exist"))
 }
@@ -684,10 +663,6 @@ impl Extent {
     fn is_committed(&self) -> bool {
         same(self.current.as_ref(), self.committed.as_ref())
     }
-}
-
-fn same(one: Option<&Arc<Contents>>, other: Option<&Arc<Contents>>) -> bool {
-    one.map(|one| one.number) == other.map(|other| other.number)
 }
 
 #[cfg(test)]

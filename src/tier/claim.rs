@@ -112,7 +112,7 @@ impl Claims {
     }
 
     /// Begins a claim. `Busy` if there is one already, or if the last one ended with uncommitted changes.
-    pub(super) fn claim(&self) -> Result<()> {
+    pub(super) fn begin(&self) -> Result<()> {
         if self.0.fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED != 0 {
             let message = "the tier already has a tiered update; close that update before another is opened";
             return Err(Error::Busy(message.to_string()));
@@ -136,7 +136,7 @@ impl Claims {
     }
 
     /// The update has committed, or the tier was rolled back.
-    pub(super) fn settle(&self) {
+    pub(super) fn clear_changes(&self) {
         self.clear(CHANGED);
     }
 

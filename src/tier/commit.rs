@@ -73,7 +73,7 @@ impl Tier {
         }
         self.make_durable(Writers::Excluded, step, payload)?;
         if by == Committer::Update {
-            self.claims.settle();
+            self.claims.clear_changes();
         }
         Ok(())
     }
@@ -102,7 +102,7 @@ impl Tier {
         self.claims.may_commit(by)?;
         state.catalog.begin_commit_beside(deferred)?;
         if by == Committer::Update {
-            self.claims.settle();
+            self.claims.clear_changes();
         }
         Ok(CommitBeside { tier: Arc::clone(self), by, succeeded: false })
     }

@@ -102,10 +102,10 @@ impl Owner {
     }
 }
 
-/// Claims the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false. Errors:
+/// Takes the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false. Errors:
 /// `Locked` if another process holds it, `Foreign` if another user owns a part of it. `io_timeout` bounds each part of
 /// the claim, but not the wait for the lease of an owner on another machine.
-pub fn claim(
+pub fn acquire(
     io_timeout: Option<Duration>,
     base: &Path,
     owner: &Owner,
@@ -131,7 +131,7 @@ pub fn claim(
 pub fn collect(io_timeout: Option<Duration>, base: &Path, owner: &Owner) -> Result<()> {
     owner.check()?;
     let path = owner.below(base);
-    match claim(io_timeout, base, owner, false)? {
+    match acquire(io_timeout, base, owner, false)? {
         Some(directory) => within_timeout(io_timeout, Doing::Removing, &path, move || directory.remove()),
         None => Err(failed(Doing::Opening, &path, io::ErrorKind::NotFound.into(), "")),
     }
@@ -163,7 +163,7 @@ impl Directory {
             None => return Ok(ClaimStep::Done(None)),
         };
         let rank = below.last().map_or(&*given, |(_, rank)| rank);
-        let lock = acquire(rank, &path)?;
+        let lock = acquire_lock(rank, &path)?;
         PendingClaim { path, base: given, below, lock }.resume()
     }
 
@@ -361,7 +361,7 @@ pub(super) fn enter(
 /// How long an open waits for the lock of a process that has ended: a server may release it a moment later.
 const LATE_RELEASE: Duration = Duration::from_secs(1);
 
-fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
+fn acquire_lock(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
     let (file, began) = (path.join(LOCK), Instant::now());
     let failed = |doing: Doing, error: io::Error| failed(doing, &file, error, "");
     loop {

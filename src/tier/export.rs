@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::blocks::{bad_header, check_header, compare};
-use super::catalog::{Snapshot, View};
+use super::catalog::{HeldContents, View};
 use super::extent::{PAGE, Run, Shape, header_bytes};
 use super::lanes::{self, Buffers, Route};
 use super::manifest::{Exported, Header, MANIFEST, Manifest, Stream, digits, item_bytes, sum_of};
@@ -170,7 +170,12 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
     }
 
     /// Gives every stream its place, and makes the files.
-    fn lay_out(&mut self, held: Snapshot<HeldExtent<T>>, form: Form, selection: &Selection) -> Result<()> {
+    fn lay_out(
+        &mut self,
+        held: HeldContents<HeldExtent<T>>,
+        form: Form,
+        selection: &Selection,
+    ) -> Result<()> {
         let output =
             Arc::get_mut(&mut self.output).ok_or_else(|| Error::Internal("an export began twice".into()))?;
         let mut end = 0;
@@ -313,7 +318,7 @@ fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Resul
 }
 
 /// The part of an extent that is read, checked and written at once.
-struct Part<T: Deref<Target = Tier>> {
+struct ExportChunk<T: Deref<Target = Tier>> {
     item: Arc<Item<T>>,
     /// Index of its chunk.
     chunk: usize,
@@ -328,7 +333,7 @@ fn parts<T: Deref<Target = Tier>>(
     path: Option<usize>,
     bytes: u64,
     output: &Output,
-) -> impl Iterator<Item = Part<T>> {
+) -> impl Iterator<Item = ExportChunk<T>> {
     let chunks = 0..item.extent.held.contents.version().chunks.len();
     chunks.flat_map(move |number| {
         let chunk = &item.extent.held.contents.version().chunks[number];
@@ -340,7 +345,7 @@ fn parts<T: Deref<Target = Tier>>(
             run.from < range.end && range.start < run.from + run.len
         };
         let runs = windows(&item.extent.held.subject.shape, (chunk.first, chunk.count), bytes).filter(wanted);
-        let part = |(nth, run)| Part { item: Arc::clone(&item), chunk: number, run, begins: nth == 0 };
+        let part = |(nth, run)| ExportChunk { item: Arc::clone(&item), chunk: number, run, begins: nth == 0 };
         runs.enumerate().map(part).collect()
     })
 }
@@ -372,7 +377,7 @@ struct Exporting<'a> {
 }
 
 impl Exporting<'_> {
-    fn volume<T: Deref<Target = Tier>>(&self, part: &Part<T>) -> Result<&Arc<Volume>> {
+    fn volume<T: Deref<Target = Tier>>(&self, part: &ExportChunk<T>) -> Result<&Arc<Volume>> {
         self.tier.volume(part.item.extent.held.contents.version().chunks[part.chunk].path as usize)
     }
 
@@ -388,7 +393,7 @@ impl Exporting<'_> {
     /// Lets the file have whole pages of a part by sharing them. Returns their number of bytes: 0 if they must be written.
     fn share<T: Deref<Target = Tier>>(
         &self,
-        part: &Part<T>,
+        part: &ExportChunk<T>,
         file: &Arc<File>,
         offset: u64,
         written: &Range<u64>,
@@ -416,8 +421,8 @@ impl Exporting<'_> {
     }
 }
 
-impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
-    fn fetch(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<u64> {
+impl<T: Deref<Target = Tier>> Route<ExportChunk<T>> for Exporting<'_> {
+    fn fetch(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<u64> {
         let chunk = &part.item.extent.held.contents.version().chunks[part.chunk];
         let volume = Arc::clone(self.volume(part)?);
         if part.begins {
@@ -428,7 +433,7 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         volume.read(offset, buffer.part(0, part.run.len as usize))
     }
 
-    fn fetched(&mut self, part: &Part<T>, handle: u64) -> Result<()> {
+    fn fetched(&mut self, part: &ExportChunk<T>, handle: u64) -> Result<()> {
         let volume = Arc::clone(self.volume(part)?);
         let mut outcome = Ok(());
         if part.begins
@@ -446,7 +451,7 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         })
     }
 
-    fn check(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<()> {
+    fn check(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<()> {
         let held = &part.item.extent.held;
         let (subject, chunk) = (&held.subject, &held.contents.version().chunks[part.chunk]);
         let volume = Arc::clone(self.volume(part)?);
@@ -467,7 +472,7 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         (self.passed)(written.end - written.start)
     }
 
-    fn store(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<u64> {
+    fn store(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<u64> {
         let run = &part.run;
         let output = self.output;
         let stream = &output.streams[part.item.first + run.stream];
@@ -483,7 +488,7 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         Ok(handle)
     }
 
-    fn stored(&mut self, _: &Part<T>, handle: u64) -> Result<()> {
+    fn stored(&mut self, _: &ExportChunk<T>, handle: u64) -> Result<()> {
         self.output.engine.wait(handle, None)?;
         let stored = self.storing.pop_front();
         let same = |written: &(usize, Arc<File>)| stored.as_ref().is_some_and(|(file, _)| *file == written.0);

@@ -268,11 +268,11 @@ impl Tier {
     ) -> Result<Result<u64>> {
         match self.caught(&mut job, |job| self.drive_on(job, until)) {
             Ok(None) => {
-                self.settle(ticket, TicketState::Idle(job));
+                self.put_back(ticket, TicketState::Idle(job));
                 Err(timed_out())
             }
             Ok(Some(outcome)) | Err(outcome) => {
-                self.settle(ticket, TicketState::Done(outcome.clone()));
+                self.put_back(ticket, TicketState::Done(outcome.clone()));
                 Ok(outcome)
             }
         }
@@ -305,8 +305,8 @@ impl Tier {
         })
     }
 
-    fn settle(&self, ticket: u64, settled: TicketState) {
-        let asked = self.state.lock().tickets.settle(ticket, settled);
+    fn put_back(&self, ticket: u64, settled: TicketState) {
+        let asked = self.state.lock().tickets.put_back(ticket, settled);
         self.changed.notify_all();
         if asked {
             // The transfer's own event came before the outcome.
@@ -357,7 +357,7 @@ impl Tier {
                 }
             });
             state = self.state.lock();
-            state.tickets.settle(ticket, ended.map_or_else(TicketState::Done, |()| TicketState::Idle(job)));
+            state.tickets.put_back(ticket, ended.map_or_else(TicketState::Done, |()| TicketState::Idle(job)));
         }
         drop(state);
         self.changed.notify_all();

@@ -59,4 +59,7 @@ pub use update_claim::UpdateClaim;
 pub mod bucket;
 
 #[cfg(test)]
+#[path = "../../ffi_tests/doubles/tier/sim_storage.rs"]
+mod sim_storage;
+#[cfg(test)]
 mod tests;

@@ -58,7 +58,7 @@ pub enum PathLocation {
     #[cfg(test)]
     Store(spillway_stores::memory::MemoryStore),
     /// On a simulated disk.
-    #[cfg(any(test, feature = "sim"))]
+    #[cfg(test)]
     Simulated(crate::io::sim::Disk, crate::io::sim::Faults),
 }
 

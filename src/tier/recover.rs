@@ -397,7 +397,7 @@ fn location_name(options: &TierOptions, given: usize) -> String {
         PathLocation::Memory(_) => "memory".to_string(),
         #[cfg(test)]
         PathLocation::Store(_) => bucket::name(bucket::TEST_ADDRESS, &options.owner),
-        #[cfg(any(test, feature = "sim"))]
+        #[cfg(test)]
         PathLocation::Simulated(..) => format!("disk-{given}"),
     }
 }

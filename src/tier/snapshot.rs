@@ -21,7 +21,7 @@ use crate::sys::sync::{Lock, Signal};
 #[derive(Debug)]
 pub struct TierSnapshot {
     tier: Weak<Tier>,
-    shared: Arc<Shared>,
+    shared: Arc<SnapshotTask>,
     outcome: Outcome<u64>,
 }
 
@@ -39,7 +39,7 @@ pub struct Progress {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SnapshotTask {
     step: u64,
     bytes: u64,
     to: PathBuf,
@@ -71,7 +71,7 @@ impl TierSnapshot {
         bytes_per_second: Option<u64>,
     ) -> Result<TierSnapshot> {
         let export = Export::begin(Arc::clone(tier), to, form, selection)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SnapshotTask {
             step: export.step(),
             bytes: export.bytes(),
             to: to.to_path_buf(),
@@ -88,7 +88,7 @@ impl TierSnapshot {
 
     /// How far the snapshot is.
     pub fn progress(&self) -> Progress {
-        let Shared { step, bytes, .. } = *self.shared;
+        let SnapshotTask { step, bytes, .. } = *self.shared;
         Progress { step, written: self.shared.state.lock().written, bytes, ended: self.outcome.ended() }
     }
 
@@ -98,7 +98,7 @@ impl TierSnapshot {
     }
 }
 
-impl Shared {
+impl SnapshotTask {
     /// Counts bytes, and sleeps until the limit of the speed allows them. Fails once the snapshot is cancelled.
     fn passed(&self, bytes: u64, bytes_per_second: Option<u64>, begun: Instant) -> Result<()> {
         let mut state = self.state.lock();

@@ -285,7 +285,7 @@ impl Drop for PathFiles {
 
 /// Error of a caller whose timeout expired while the transfer is in flight.
 pub(super) fn timed_out() -> Error {
-    IoError::wait_timeout("the tier's transfer is still in flight")
+    Error::wait_timeout("the tier's transfer is still in flight")
 }
 
 /// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
@@ -415,105 +415,6 @@ impl Storage for MemoryStorage {
     }
 
     fn remove(self: Arc<Self>) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A simulated disk. Each call counts as an event of the disk, also the close of its files.
-#[cfg(any(test, feature = "sim"))]
-#[derive(Debug)]
-pub struct SimStorage {
-    disk: crate::io::sim::Disk,
-    number: u64,
-    /// The owner's record. The simulated disk has no lock that keeps another owner out, as two mounts of one directory
-    /// whose locks do not reach each other.
-    claim: Vec<u8>,
-    stop: Option<crate::io::sim::Stop>,
-}
-
-#[cfg(any(test, feature = "sim"))]
-impl SimStorage {
-    /// Claims the files of the disk with this number.
-    pub fn claim(
-        disk: &crate::io::sim::Disk,
-        number: u64,
-        stop: Option<crate::io::sim::Stop>,
-    ) -> Result<SimStorage> {
-        let claim = crate::sys::host::random().map_err(|error| Error::system("claiming a disk", &error))?;
-        let storage = SimStorage { disk: disk.clone(), number, claim: claim.to_le_bytes().to_vec(), stop };
-        let lock = storage.path(LOCK);
-        storage.disk.create(&lock);
-        let bytes = storage.claim.clone();
-        storage.disk.serve(crate::io::sim::DiskEvent::Write { name: lock, at: 0, bytes });
-        Ok(storage)
-    }
-
-    fn path(&self, file: &str) -> String {
-        format!("{}/{file}", self.name())
-    }
-}
-
-#[cfg(any(test, feature = "sim"))]
-impl Drop for SimStorage {
-    fn drop(&mut self) {
-        self.disk.call(self.stop);
-    }
-}
-
-#[cfg(any(test, feature = "sim"))]
-impl Storage for SimStorage {
-    fn name(&self) -> String {
-        format!("disk-{}", self.number)
-    }
-
-    fn key(&self) -> PathBuf {
-        PathBuf::from(self.disk.key())
-    }
-
-    fn open(&self, file: &str) -> Result<FilePair> {
-        self.disk.call(self.stop);
-        let path = self.path(file);
-        self.disk.create(&path);
-        let alignment = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
-        let open = || Arc::new(File::named(&path, self.number, alignment));
-        Ok(FilePair { reader: open(), writer: open() })
-    }
-
-    fn len(&self, file: &str) -> Result<Option<u64>> {
-        self.disk.call(self.stop);
-        Ok(self.disk.len(&self.path(file)))
-    }
-
-    fn sync(&self) -> Result<()> {
-        self.disk.call(self.stop);
-        self.disk.sync_directory();
-        Ok(())
-    }
-
-    fn check_owner(&self) -> Result<()> {
-        match self.disk.contents(&self.path(LOCK)) == self.claim {
-            true => Ok(()),
-            false => Err(fenced(&self.name(), "another owner")),
-        }
-    }
-
-    fn check_lease(&self) -> Result<()> {
-        self.check_owner()
-    }
-
-    fn check(&self, _: &[NamedFile]) -> Result<()> {
-        self.disk.call(self.stop);
-        Ok(())
-    }
-
-    fn check_removal(&self, _: &[NamedFile]) -> Result<()> {
-        self.disk.call(self.stop);
-        unless_fenced(self.check_owner())
-    }
-
-    fn remove(self: Arc<Self>) -> Result<()> {
-        self.disk.call(self.stop);
-        FILES.iter().for_each(|file| self.disk.remove(&self.path(file)));
         Ok(())
     }
 }

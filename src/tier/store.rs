@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
-use super::catalog::{Catalog, Contents, ExtentInfo, Held, Snapshot, View};
+use super::catalog::{Catalog, Contents, ExtentInfo, Held, HeldContents, View};
 use super::claim::Claims;
 use super::extent::{Run, Shape, check_name};
 use super::options::TierOptions;
@@ -105,7 +105,7 @@ impl Tickets {
     }
 
     /// Puts a job back, or its outcome. True if another thread has asked for it.
-    pub(super) fn settle(&mut self, ticket: u64, settled: TicketState) -> bool {
+    pub(super) fn put_back(&mut self, ticket: u64, settled: TicketState) -> bool {
         matches!(self.states.insert(ticket, settled), Some(TicketState::Driven { asked: true }))
     }
 
@@ -299,7 +299,7 @@ impl Tier {
             // A write that started meanwhile would install its contents after the rollback.
             if !catalog.is_writing() {
                 catalog.rollback()?;
-                self.claims.settle();
+                self.claims.clear_changes();
                 return Ok(());
             }
         }
@@ -349,10 +349,10 @@ impl<T: Deref<Target = Tier>> HeldExtent<T> {
 pub(super) fn snapshot<T: Deref<Target = Tier> + Clone>(
     tier: &T,
     view: View,
-) -> Result<Snapshot<HeldExtent<T>>> {
-    let Snapshot { step, payload, extents, lost } = tier.state.lock().catalog.snapshot(view)?;
+) -> Result<HeldContents<HeldExtent<T>>> {
+    let HeldContents { step, payload, extents, lost } = tier.state.lock().catalog.snapshot(view)?;
     let extents = extents.into_iter().map(|held| HeldExtent { tier: tier.clone(), held }).collect();
-    Ok(Snapshot { step, payload, extents, lost })
+    Ok(HeldContents { step, payload, extents, lost })
 }
 
 /// What one extent held when it was pinned. Until the drop these contents keep their space, whatever is written to the

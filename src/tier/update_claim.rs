@@ -16,7 +16,7 @@ pub struct UpdateClaim(Arc<Tier>);
 impl UpdateClaim {
     /// Claims the tier. `Busy` if another update has it, or if the last one was closed with uncommitted changes.
     pub fn new(tier: &Arc<Tier>) -> Result<UpdateClaim> {
-        tier.claims.claim()?;
+        tier.claims.begin()?;
         Ok(UpdateClaim(Arc::clone(tier)))
     }
 

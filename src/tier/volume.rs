@@ -17,8 +17,8 @@ use super::format::{HEADER_BYTES, Superblock, SuperblockHeader, is_chunk};
 use super::options::{Mode, PathLocation, TierOptions};
 use super::paths::Stamp;
 use super::reading;
-#[cfg(any(test, feature = "sim"))]
-use super::storage::SimStorage;
+#[cfg(test)]
+use super::sim_storage::SimStorage;
 use super::storage::{
     DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, within_timeout,
 };
@@ -425,7 +425,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             });
         }
         PathLocation::Directory(base) => {
-            let Some(directory) = directory::claim(io.io_timeout, base, &options.owner, make)? else {
+            let Some(directory) = directory::acquire(io.io_timeout, base, &options.owner, make)? else {
                 return Ok(None);
             };
             let place = directory.path().to_path_buf();
@@ -446,9 +446,9 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             Some(opened) => opened,
             None => return Ok(None),
         },
-        #[cfg(any(test, feature = "sim"))]
+        #[cfg(test)]
         PathLocation::Simulated(disk, faults) => {
-            let storage = SimStorage::claim(disk, number as u64, faults.stop)?;
+            let storage = SimStorage::acquire(disk, number as u64, faults.stop)?;
             let key = storage.key();
             let sim = crate::io::sim::Sim::new(disk, faults.clone());
             return within_timeout(io.io_timeout, Doing::Opening, &key, move || {

@@ -23,7 +23,7 @@ pub struct Object {
 
 /// A range of bytes in one object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct ObjectRange {
     /// The object.
     pub object: Object,
     /// Offset in the object, in bytes.
@@ -91,13 +91,13 @@ impl Index {
     }
 
     /// The parts that hold up to `len` bytes from `offset` on, ending before the first byte that no object holds.
-    pub fn cover(&self, offset: u64, len: u64) -> Vec<Part> {
+    pub fn cover(&self, offset: u64, len: u64) -> Vec<ObjectRange> {
         let (mut parts, mut at, end) = (Vec::new(), offset, offset.saturating_add(len));
         while at < end {
             let found = self.by_start.range(..=at).next_back().map(|(_, object)| *object);
             let Some(object) = found.filter(|object| object.end() > at) else { break };
             let to = end.min(object.end());
-            parts.push(Part { object, from: at - object.start, len: to - at });
+            parts.push(ObjectRange { object, from: at - object.start, len: to - at });
             at = to;
         }
         parts
@@ -139,7 +139,7 @@ mod tests {
         let places: Vec<_> = parts.iter().map(|part| (part.object.start, part.from, part.len)).collect();
         assert_eq!(places, [(0, 8, 2), (10, 0, 5)]);
         assert_eq!(index.cover(15, 5), []);
-        assert_eq!(index.cover(21, 2), [Part { object: object(20, 5, 3), from: 1, len: 2 }]);
+        assert_eq!(index.cover(21, 2), [ObjectRange { object: object(20, 5, 3), from: 1, len: 2 }]);
         assert_eq!(index.cover(25, 1), []);
     }
 

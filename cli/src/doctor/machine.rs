@@ -17,7 +17,7 @@ use spillway::sys::memory::{PageKind, lock_limit};
 use spillway::sys::threads;
 use spillway::sys::topology::{NodeKind, Root, Topology};
 
-use super::{Finding, Verdict};
+use super::finding::{Finding, Verdict};
 
 /// Enough for one GPU's staging buffers, and to test huge pages.
 const POOL_BYTES: usize = 64 << 20;

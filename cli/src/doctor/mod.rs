@@ -5,6 +5,7 @@
 //! reopened.
 #![forbid(unsafe_code)]
 
+mod finding;
 mod machine;
 mod storage;
 
@@ -13,8 +14,9 @@ use std::path::PathBuf;
 
 use spillway::error::{Error, Result};
 
-use super::progress::Progress;
-use super::stdout;
+use crate::progress::Progress;
+use crate::stdout;
+use finding::{Finding, Verdict};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -27,48 +29,6 @@ pub struct Options {
     /// Prints one JSON object instead of text.
     #[arg(long)]
     json: bool,
-}
-
-/// Outcome of a check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Verdict {
-    /// Works at its best.
-    Ok,
-    /// Works, but slower or with fewer resources than possible.
-    Worse,
-    /// Does not work.
-    Fails,
-    /// Not present, which may be intended.
-    None,
-}
-
-/// Result of a check.
-#[derive(Debug, serde::Serialize)]
-struct Finding {
-    check: &'static str,
-    /// The tested directory, if the check concerns one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    directory: Option<PathBuf>,
-    verdict: Verdict,
-    found: String,
-    /// What the user should change.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    fix: Option<String>,
-}
-
-impl Finding {
-    fn new(check: &'static str, verdict: Verdict, found: impl Into<String>) -> Finding {
-        Finding { check, directory: None, verdict, found: found.into(), fix: None }
-    }
-
-    fn ok(check: &'static str, found: impl Into<String>) -> Finding {
-        Finding::new(check, Verdict::Ok, found)
-    }
-
-    fn fix(self, fix: impl Into<String>) -> Finding {
-        Finding { fix: Some(fix.into()), ..self }
-    }
 }
 
 #[derive(serde::Serialize)]

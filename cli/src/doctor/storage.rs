@@ -16,7 +16,7 @@ use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::{ExtentPlacement, Tier};
 
-use super::{Finding, Verdict};
+use super::finding::{Finding, Verdict};
 use crate::report::io_settings;
 
 const BYTES: usize = 4 << 20;

@@ -15,7 +15,7 @@ use spillway::tier::inspect::Found;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::recover::{Before, Steps};
 
-use super::Which;
+use super::which::Which;
 
 /// The tiers of all ranks of a job, and the commit that all of them have.
 pub(super) struct Ranks {

@@ -22,7 +22,7 @@ use spillway::tier::select::Selection;
 use spillway::tier::snapshot::TierSnapshot;
 
 use super::all_ranks::{Ranks, added, part};
-use super::{Which, open};
+use super::which::{Which, open};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;

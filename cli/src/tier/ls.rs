@@ -8,7 +8,7 @@ use spillway::offload::swap::tensors_of;
 use spillway::tier::format::{ExtentRecord, Superblock};
 use spillway::tier::inspect::Found;
 
-use super::{Which, plain, step_of};
+use super::which::{Which, plain, step_of};
 use crate::report::{size, table};
 use crate::stdout;
 

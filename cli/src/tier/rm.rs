@@ -7,7 +7,7 @@ use spillway::tier::options::PathLocation;
 use spillway::tier::select::Selection;
 use spillway::tier::store::Opened;
 
-use super::{Which, open, step_of};
+use super::which::{Which, open, step_of};
 use crate::report::size;
 use crate::stdout;
 

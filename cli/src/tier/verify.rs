@@ -5,7 +5,7 @@ use spillway::error::{Error, Result};
 use spillway::tier::inspect::Found;
 use spillway::tier::store::VerifyReport;
 
-use super::{Which, open, plain, step_of};
+use super::which::{Which, open, plain, step_of};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod launch;
+mod placed;
 mod svg;
 mod text;
 
@@ -11,9 +12,10 @@ use spillway::error::{Error, Result};
 use spillway::gpu::machine::Machine;
 use spillway::gpu::visible::Ask;
 use spillway::sys::topology::Root;
-use spillway::sys::topology::placement::{Rank, Scope};
+use spillway::sys::topology::placement::Scope;
 
-use super::stdout;
+use crate::stdout;
+use placed::Placed;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -38,14 +40,6 @@ pub struct Options {
     /// Draws the machine in this SVG file too.
     #[arg(long, value_name = "FILE.svg")]
     svg: Option<PathBuf>,
-}
-
-/// A rank with what is near to it.
-#[derive(serde::Serialize)]
-struct Placed<'a> {
-    #[serde(flatten)]
-    rank: &'a Rank,
-    drives: Vec<&'a str>,
 }
 
 #[derive(serde::Serialize)]

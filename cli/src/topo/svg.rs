@@ -5,7 +5,8 @@ use spillway::gpu::machine::Machine;
 use spillway::sys::topology::{Node, NodeKind};
 use spillway_planner::picture::{BLACK, Color, Picture};
 
-use super::{Placed, text};
+use super::placed::Placed;
+use super::text;
 
 /// Pixels.
 const LINE: i32 = 20;

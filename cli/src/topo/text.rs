@@ -7,7 +7,7 @@ use spillway::gpu::machine::Machine;
 use spillway::sys::topology::{Device, DeviceKind, Node, NodeKind};
 
 use super::super::report::size;
-use super::Placed;
+use super::placed::Placed;
 
 /// The machine as a tree: packages, their nodes, and the devices of each node.
 pub fn machine(machine: &Machine) -> String {

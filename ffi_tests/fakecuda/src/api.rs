@@ -12,7 +12,8 @@ use cudarc::driver::sys::{
 };
 
 use crate::capture;
-use crate::gpu::{self, Code, DEVICES, Gpu, INVALID_VALUE, unless_stalled};
+use crate::code::{Code, INVALID_VALUE};
+use crate::gpu::{self, DEVICES, Gpu, unless_stalled};
 
 const SUCCESS: Code = CUresult::CUDA_SUCCESS as Code;
 const INVALID_CONTEXT: Code = CUresult::CUDA_ERROR_INVALID_CONTEXT as Code;
@@ -62,7 +63,7 @@ fn setting(name: &str, default: i32) -> i32 {
 }
 
 pub(crate) fn number<T>(handle: *mut T) -> usize {
-    handle.addr() & 0xffff_ffff
+    gpu::number(handle.addr())
 }
 
 fn handle<T>(ordinal: usize, number: usize) -> *mut T {
@@ -193,31 +194,31 @@ functions! {
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (_, gpu) = current("cuMemGetInfo_v2")?;
-        let (left, all) = gpu.memory_free();
-        free.write(left as usize);
-        total.write(all as usize);
+        let total_bytes = gpu.queues.limits.memory_bytes;
+        free.write(total_bytes.saturating_sub(gpu.memory_used()) as usize);
+        total.write(total_bytes as usize);
         Ok(())
     }
 
     fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) {
         let (_, mut gpu) = current("cuMemAlloc_v2")?;
-        address.write(gpu.allocate(bytes)?);
+        address.write(gpu.queues.allocate(bytes)?);
         Ok(())
     }
 
     fn cuMemFree_v2(address: CUdeviceptr) {
         let (ordinal, gpu) = current("cuMemFree_v2")?;
-        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).free(address)
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued() > 0).queues.free(address)
     }
 
     fn cuMemHostRegister_v2(start: *mut c_void, bytes: usize, _flags: c_uint) {
         let (ordinal, gpu) = current("cuMemHostRegister_v2")?;
-        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).register(start as u64, bytes as u64)
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued() > 0).queues.reach.register(start as u64, bytes as u64)
     }
 
     fn cuMemHostUnregister(start: *mut c_void) {
         let (ordinal, gpu) = current("cuMemHostUnregister")?;
-        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).unregister(start as u64)
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued() > 0).queues.reach.unregister(start as u64)
     }
 
     fn cuPointerGetAttributes(
@@ -230,7 +231,7 @@ functions! {
         if count != 1 || attributes.read() != CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as c_int {
             return Err(INVALID_VALUE);
         }
-        values.read().cast::<c_uint>().write(gpu.kind(address));
+        values.read().cast::<c_uint>().write(gpu.queues.reach.kind(address));
         Ok(())
     }
 
@@ -256,7 +257,7 @@ functions! {
 
     fn cuStreamSynchronize(stream: CUstream) {
         let (ordinal, gpu) = of(stream, "cuStreamSynchronize")?;
-        let busy = |gpu: &Gpu| gpu.streams.get(&number(stream)).is_some_and(|stream| !stream.queue.is_empty());
+        let busy = |gpu: &Gpu| gpu.queues.is_busy(number(stream));
         unless_stalled(ordinal, gpu, busy).stream_synchronize(number(stream))
     }
 
@@ -266,7 +267,7 @@ functions! {
     }
 
     fn cuStreamIsCapturing(stream: CUstream, capturing: *mut c_int as *mut sys::CUstreamCaptureStatus) {
-        capturing.write(of(stream, "cuStreamIsCapturing")?.1.capture_status(number(stream)));
+        capturing.write(of(stream, "cuStreamIsCapturing")?.1.captures.status(number(stream)));
         Ok(())
     }
 
@@ -276,7 +277,7 @@ functions! {
 
     fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) {
         graph.write(ptr::null_mut());
-        of(stream, "cuStreamEndCapture")?.1.capture_end(number(stream))
+        of(stream, "cuStreamEndCapture")?.1.captures.end(number(stream))
     }
 
     fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int as *mut sys::CUstreamCaptureMode) {
@@ -406,11 +407,11 @@ pub unsafe extern "C" fn fakecuda_uploaded(ordinal: u32) -> u64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_leave(ordinal: u32, bytes: u64) {
     let mut gpu = gpu::lock(ordinal);
-    gpu.limits.memory_bytes = gpu.memory_used() + bytes;
+    gpu.queues.limits.memory_bytes = gpu.memory_used() + bytes;
 }
 
 /// Instructions of all threads of all kernels that ran.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_instructions(ordinal: u32) -> u64 {
-    gpu::lock(ordinal).instructions
+    gpu::lock(ordinal).queues.instructions
 }

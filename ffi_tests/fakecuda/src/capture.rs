@@ -4,9 +4,9 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
-use cudarc::driver::sys::{CUresult, CUstream, CUstreamCaptureMode};
+use cudarc::driver::sys::{CUresult, CUstreamCaptureMode};
 
-use crate::gpu::{Code, Gpu, INVALID_VALUE};
+use crate::code::{Code, INVALID_VALUE};
 
 /// A capture, or a thread, in this mode forbids unsafe calls on every thread.
 pub const GLOBAL: i32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL as i32;
@@ -48,9 +48,12 @@ pub(crate) fn exchange(mode: i32) -> Result<i32, Code> {
     }
 }
 
-/// A capture in progress.
+/// The capture in progress, if there is one.
+#[derive(Debug, Default)]
+pub(crate) struct Captures(Option<Capture>);
+
 #[derive(Debug)]
-pub(crate) struct Capture {
+struct Capture {
     number: usize,
     origin: usize,
     thread: ThreadId,
@@ -60,27 +63,17 @@ pub(crate) struct Capture {
     broken: bool,
 }
 
-impl Gpu {
-    /// Begins to capture a stream, given by its handle, on this thread. Returns the driver's code.
-    pub fn begin_capture(&mut self, stream: u64, mode: i32) -> Code {
-        self.capture_begin(crate::api::number(stream as CUstream), mode).err().unwrap_or(0)
-    }
-
-    /// Ends a capture, given by the handle of the stream that it began with. Returns the driver's code.
-    pub fn end_capture(&mut self, stream: u64) -> Code {
-        self.capture_end(crate::api::number(stream as CUstream)).err().unwrap_or(0)
-    }
-
-    pub(crate) fn capture_begin(&mut self, stream: usize, mode: i32) -> Result<(), Code> {
-        self.known(stream)?;
+impl Captures {
+    /// Begins to capture `stream` on this thread. The capture gets this number.
+    pub(crate) fn begin(&mut self, number: usize, stream: usize, mode: i32) -> Result<(), Code> {
         if stream == 0 {
             return Err(UNSUPPORTED);
         }
-        if self.capture.is_some() {
+        if self.0.is_some() {
             return Err(ILLEGAL_STATE);
         }
-        self.capture = Some(Capture {
-            number: self.id(),
+        self.0 = Some(Capture {
+            number,
             origin: stream,
             thread: std::thread::current().id(),
             mode,
@@ -90,8 +83,8 @@ impl Gpu {
         Ok(())
     }
 
-    pub(crate) fn capture_end(&mut self, stream: usize) -> Result<(), Code> {
-        match self.capture.take_if(|capture| capture.origin == stream) {
+    pub(crate) fn end(&mut self, stream: usize) -> Result<(), Code> {
+        match self.0.take_if(|capture| capture.origin == stream) {
             None => Err(UNMATCHED),
             Some(capture) if capture.broken => Err(INVALIDATED),
             Some(capture) if capture.streams.values().any(|unjoined| *unjoined) => Err(UNJOINED),
@@ -100,8 +93,8 @@ impl Gpu {
     }
 
     /// 0 for a stream that is not captured, 1 for one that is, 2 for one whose capture is broken.
-    pub(crate) fn capture_status(&self, stream: usize) -> i32 {
-        match self.capture_of(stream) {
+    pub(crate) fn status(&self, stream: usize) -> i32 {
+        match self.of(stream) {
             None => 0,
             Some(capture) => 1 + i32::from(capture.broken),
         }
@@ -109,7 +102,7 @@ impl Gpu {
 
     /// Breaks the capture in progress if `call` is unsafe and this thread may not make it.
     pub(crate) fn check_unsafe(&mut self, call: &str) -> Result<(), Code> {
-        let Some(capture) = self.capture.as_mut().filter(|_| UNSAFE.contains(&call)) else { return Ok(()) };
+        let Some(capture) = self.0.as_mut().filter(|_| UNSAFE.contains(&call)) else { return Ok(()) };
         let own = capture.thread == std::thread::current().id() && capture.mode != RELAXED;
         let prohibited = match MODE.get() {
             GLOBAL => own || capture.mode == GLOBAL,
@@ -124,8 +117,8 @@ impl Gpu {
     }
 
     /// True if work for this stream is recorded into a graph.
-    pub(crate) fn captures(&mut self, stream: usize) -> Result<bool, Code> {
-        let Some(capture) = self.capture.as_mut() else { return Ok(false) };
+    pub(crate) fn records(&mut self, stream: usize) -> Result<bool, Code> {
+        let Some(capture) = self.0.as_mut() else { return Ok(false) };
         let origin = capture.origin;
         let Some(unjoined) = capture.streams.get_mut(&stream) else { return Ok(false) };
         if capture.broken {
@@ -136,18 +129,14 @@ impl Gpu {
     }
 
     /// The number of the capture in which a stream takes part.
-    pub(crate) fn capture_number(&self, stream: usize) -> Option<usize> {
-        self.capture_of(stream).map(|capture| capture.number)
+    pub(crate) fn number(&self, stream: usize) -> Option<usize> {
+        self.of(stream).map(|capture| capture.number)
     }
 
     /// A stream waits for an event of `source` in the capture `number`, and takes part from then on.
     /// Returns true if so.
-    pub(crate) fn capture_wait(
-        &mut self,
-        stream: usize,
-        event: Option<(usize, usize)>,
-    ) -> Result<bool, Code> {
-        let Some(capture) = self.capture.as_mut() else {
+    pub(crate) fn wait(&mut self, stream: usize, event: Option<(usize, usize)>) -> Result<bool, Code> {
+        let Some(capture) = self.0.as_mut() else {
             return if event.is_some() { Err(CAPTURED_EVENT) } else { Ok(false) };
         };
         match event {
@@ -172,20 +161,20 @@ impl Gpu {
         if !captured {
             return Ok(());
         }
-        if let Some(capture) = &mut self.capture {
+        if let Some(capture) = &mut self.0 {
             capture.broken = true;
         }
         Err(CAPTURED_EVENT)
     }
 
-    /// Removes a stream that takes part.
-    pub(crate) fn break_capture_of(&mut self, stream: usize) {
-        if let Some(capture) = self.capture.as_mut().filter(|capture| capture.streams.contains_key(&stream)) {
+    /// A stream that takes part is destroyed, which breaks the capture.
+    pub(crate) fn leave(&mut self, stream: usize) {
+        if let Some(capture) = self.0.as_mut().filter(|capture| capture.streams.contains_key(&stream)) {
             capture.broken = true;
         }
     }
 
-    fn capture_of(&self, stream: usize) -> Option<&Capture> {
-        self.capture.as_ref().filter(|capture| capture.streams.contains_key(&stream))
+    fn of(&self, stream: usize) -> Option<&Capture> {
+        self.0.as_ref().filter(|capture| capture.streams.contains_key(&stream))
     }
 }

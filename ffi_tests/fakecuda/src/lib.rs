@@ -15,9 +15,11 @@
 //! | file | holds |
 //! |---|---|
 //! | `api` | the driver's functions |
-//! | `gpu`, `memory` | one fake GPU: streams, events, requested faults; its memory |
-//! | `queue` | queued work, and how it runs |
+//! | `gpu` | one fake GPU: its objects, and requested faults |
+//! | `queue` | streams, queued work, and how it runs |
+//! | `memory` | memory of the device, and of the host where it is page-locked |
 //! | `capture` | streams whose work is recorded into a graph, and the calls that break it |
+//! | `code` | result codes |
 //! | `order` | vector clocks, and the races that they show |
 //! | `ptx` | the kernels' PTX: parsed strictly, run thread by thread |
 //!
@@ -34,11 +36,12 @@
 )]
 pub mod api;
 pub mod capture;
+pub mod code;
 pub mod gpu;
 mod memory;
 pub mod order;
 pub mod ptx;
-mod queue;
+pub mod queue;
 #[cfg(test)]
 mod tests;
 

@@ -1,28 +1,41 @@
 //! Memory of a fake GPU, and the host memory that it may reach.
 
+use std::collections::BTreeMap;
+
 use cudarc::driver::sys::CUresult;
 
-use crate::gpu::{ALREADY_REGISTERED, Code, Gpu, INVALID_VALUE, NOT_REGISTERED};
+use crate::code::{ALREADY_REGISTERED, Code, INVALID_VALUE, NOT_REGISTERED};
 use crate::order::Access;
 use crate::ptx::Memory;
 
 const OUT_OF_MEMORY: Code = CUresult::CUDA_ERROR_OUT_OF_MEMORY as Code;
 
-impl Gpu {
+/// The memory that a device may reach.
+#[derive(Debug, Default)]
+pub(crate) struct Reach {
+    allocations: BTreeMap<u64, Allocation>,
+    /// Page-locked memory of the host: start and bytes of each range.
+    locked: BTreeMap<u64, u64>,
+    /// The largest number of bytes that were allocated at one time.
+    pub(crate) most: u64,
+}
+
+impl Reach {
     /// Page-locks memory as its owner would, with cudaHostAlloc.
-    pub fn page_lock(&mut self, start: usize, bytes: usize) {
-        self.locked.insert(start as u64, bytes as u64);
+    pub(crate) fn lock(&mut self, start: u64, bytes: u64) {
+        self.locked.insert(start, bytes);
     }
 
-    pub(crate) fn allocate(&mut self, bytes: usize) -> Result<u64, Code> {
+    /// Allocates memory of a device that has `capacity` bytes.
+    pub(crate) fn allocate(&mut self, bytes: usize, capacity: u64) -> Result<u64, Code> {
         if bytes == 0 {
             return Err(INVALID_VALUE);
         }
-        let used = self.memory_used() + bytes as u64;
-        if used > self.limits.memory_bytes {
+        let used = self.used() + bytes as u64;
+        if used > capacity {
             return Err(OUT_OF_MEMORY);
         }
-        self.most_memory = self.most_memory.max(used);
+        self.most = self.most.max(used);
         // The driver aligns to 256 bytes; the initial contents are never zero.
         let memory = vec![0xa5a5_a5a5_a5a5_a5a5_u64; bytes.div_ceil(8) + 32].into_boxed_slice();
         let start = (memory.as_ptr() as u64).next_multiple_of(256);
@@ -30,26 +43,23 @@ impl Gpu {
         Ok(start)
     }
 
-    pub(crate) fn free(&mut self, start: u64) -> Result<(), Code> {
-        if !self.allocations.contains_key(&start) {
-            return Err(INVALID_VALUE);
-        }
-        let streams: Vec<usize> = self.streams.keys().copied().collect();
-        streams.into_iter().try_for_each(|stream| self.drain(stream))?;
-        if let Some(gone) = self.allocations.remove(&start) {
-            self.checker.forget(start, start + gone.bytes);
-        }
-        Ok(())
+    /// The bytes of the allocation that begins here.
+    pub(crate) fn bytes(&self, start: u64) -> Result<u64, Code> {
+        self.allocations.get(&start).map(|allocation| allocation.bytes).ok_or(INVALID_VALUE)
     }
 
-    /// Bytes of this device's memory that are allocated.
-    pub fn memory_used(&self) -> u64 {
+    pub(crate) fn free(&mut self, start: u64) {
+        self.allocations.remove(&start);
+    }
+
+    /// Bytes that are allocated.
+    pub(crate) fn used(&self) -> u64 {
         self.allocations.values().map(|allocation| allocation.bytes).sum()
     }
 
-    pub(crate) fn memory_free(&self) -> (u64, u64) {
-        let all = self.limits.memory_bytes;
-        (all.saturating_sub(self.memory_used()), all)
+    /// Numbers of allocations and of page-locked ranges.
+    pub(crate) fn ranges(&self) -> [usize; 2] {
+        [self.allocations.len(), self.locked.len()]
     }
 
     pub(crate) fn register(&mut self, start: u64, bytes: u64) -> Result<(), Code> {
@@ -116,14 +126,14 @@ pub(crate) enum Held {
 
 /// Memory of the device and page-locked memory of the host; a kernel that touches any other byte is terminated.
 pub(crate) struct Guarded<'a> {
-    pub(crate) gpu: &'a Gpu,
+    pub(crate) reach: &'a Reach,
     pub(crate) accesses: Vec<Access>,
 }
 
 impl Guarded<'_> {
     fn check(&mut self, address: u64, bytes: usize, write: bool) -> Result<(), String> {
         let last = address + bytes as u64 - 1;
-        if ![Held::Device, Held::Locked].contains(&self.gpu.held(address, bytes as u64)) {
+        if ![Held::Device, Held::Locked].contains(&self.reach.held(address, bytes as u64)) {
             return Err(format!("{bytes} bytes at {address:#x} are outside of device memory"));
         }
         match self.accesses.last_mut() {

@@ -1,31 +1,80 @@
 //! Queued work of the streams. It runs only when the host waits for it, or when the queue is full.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::gpu::{Code, Gpu, ILLEGAL_ADDRESS};
-use crate::memory::Guarded;
-use crate::order::{Access, Clock, Operation};
+use crate::code::{Code, ILLEGAL_ADDRESS, INVALID_HANDLE};
+use crate::memory::{Guarded, Reach};
+use crate::order::{Access, Checker, Clock, HOST, Operation};
 use crate::ptx::Kernel;
 
+/// The streams of a device with their queued work, and the memory that the work reaches.
 #[derive(Debug, Default)]
-pub(crate) struct Stream {
-    pub(crate) actor: usize,
-    pub(crate) clock: Clock,
-    pub(crate) seconds: f64,
-    pub(crate) queue: VecDeque<Queued>,
-    pub(crate) queued: u64,
-    pub(crate) done: u64,
+pub struct Queues {
+    /// Calls that had to wait because the queue was full.
+    pub blocked: usize,
+    /// The largest number of operations that were queued at one time.
+    pub most_queued: usize,
+    /// The limits of the device.
+    pub limits: Limits,
+    /// The reasons why kernels were terminated, and the kernels whose module was unloaded before they ran.
+    pub failures: Vec<String>,
+    /// Instructions of all threads of all kernels that ran.
+    pub instructions: u64,
+    pub(crate) checker: Checker,
+    pub(crate) reach: Reach,
+    pub(crate) host: Clock,
+    pub(crate) lost: Option<Code>,
+    streams: HashMap<usize, Stream>,
+    /// The number of clock entries for streams so far, and the entries of destroyed streams.
+    actors: usize,
+    idle_actors: Vec<usize>,
+    /// Streams that were destroyed while the device was stalled, and have work left.
+    destroyed: Vec<usize>,
+    queued: usize,
+    /// Operations so far.
+    pushed: u64,
+    engines: [f64; 3],
+}
+
+/// The capacities and the speeds of a device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// Operations that may be queued in all streams together. At the limit, a call blocks until
+    /// one operation has finished.
+    pub depth: usize,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Bytes per second to the device, to the host, and threads per second through kernels; 0 means that
+    /// work takes no time.
+    pub rates: [f64; 3],
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        let depth = std::env::var("FAKECUDA_DEPTH").ok().and_then(|text| text.parse().ok()).unwrap_or(1024);
+        Limits { depth, memory_bytes: 1 << 34, rates: [1e8, 1e8, 1e9] }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Stream {
+    actor: usize,
+    clock: Clock,
+    seconds: f64,
+    queue: VecDeque<Queued>,
+    queued: u64,
+    done: u64,
 }
 
 #[derive(Debug)]
-pub(crate) struct Queued {
+struct Queued {
     /// Its place in the stream.
-    pub(crate) place: u64,
+    place: u64,
     /// Its place among all operations of the device.
-    pub(crate) number: u64,
-    pub(crate) operation: Operation,
-    pub(crate) work: Work,
+    number: u64,
+    operation: Operation,
+    work: Work,
 }
 
 /// A point in a stream.
@@ -45,7 +94,111 @@ pub(crate) enum Work {
     Mark,
 }
 
-impl Gpu {
+impl Queues {
+    /// The stream of this number; creates the default stream on first use.
+    fn stream(&mut self, id: usize) -> &mut Stream {
+        self.streams.entry(id).or_insert_with(|| {
+            let actor = self.idle_actors.pop().unwrap_or_else(|| {
+                self.actors += 1;
+                HOST + self.actors
+            });
+            Stream { actor, ..Stream::default() }
+        })
+    }
+
+    pub(crate) fn create(&mut self, id: usize) {
+        self.stream(id);
+    }
+
+    pub(crate) fn known(&self, stream: usize) -> Result<(), Code> {
+        let destroyed = self.destroyed.contains(&stream);
+        if stream == 0 || self.streams.contains_key(&stream) && !destroyed {
+            Ok(())
+        } else {
+            Err(INVALID_HANDLE)
+        }
+    }
+
+    /// Streams of the program that are not destroyed.
+    pub(crate) fn alive(&self) -> usize {
+        let own = |stream: &&usize| **stream != 0 && !self.destroyed.contains(stream);
+        self.streams.keys().filter(own).count()
+    }
+
+    /// Destroys a stream. On a stalled device, the work that it has left is done later.
+    pub(crate) fn destroy(&mut self, stream: usize, stalled: bool) -> Result<(), Code> {
+        if stalled && self.is_busy(stream) {
+            self.destroyed.push(stream);
+            return Ok(());
+        }
+        self.drain(stream)?;
+        // The host has waited for all of the stream's work, and the next stream with this
+        // number inherits that knowledge.
+        self.idle_actors.extend(self.streams.remove(&stream).map(|gone| gone.actor));
+        Ok(())
+    }
+
+    /// Does the work of destroyed streams. An error of the work is that of later calls.
+    pub(crate) fn finish_destroyed(&mut self) {
+        for stream in std::mem::take(&mut self.destroyed) {
+            let _ = self.destroy(stream, false);
+        }
+    }
+
+    /// True if a stream has work that did not run.
+    pub(crate) fn is_busy(&self, stream: usize) -> bool {
+        self.streams.get(&stream).is_some_and(|stream| !stream.queue.is_empty())
+    }
+
+    /// True if another operation does not fit into the queue.
+    pub(crate) fn is_full(&self) -> bool {
+        self.queued >= self.limits.depth.max(1)
+    }
+
+    /// The place in a stream behind all work so far.
+    pub(crate) fn mark(&mut self, stream: usize) -> Mark {
+        let source = self.stream(stream);
+        Mark { stream, place: source.queued, clock: source.clock.clone(), seconds: source.seconds }
+    }
+
+    /// True if work before a mark has not run.
+    pub(crate) fn is_pending(&self, mark: &Mark) -> bool {
+        self.streams.get(&mark.stream).is_some_and(|stream| stream.done < mark.place)
+    }
+
+    /// Later work of a stream knows of the work before a mark.
+    pub(crate) fn follow(&mut self, stream: usize, mark: &Mark) {
+        let stream = self.stream(stream);
+        stream.clock.merge(&mark.clock);
+        stream.seconds = stream.seconds.max(mark.seconds);
+    }
+
+    /// Runs all work before a mark.
+    pub(crate) fn run_before(&mut self, mark: &Mark) -> Result<(), Code> {
+        self.run_to(mark.stream, mark.place)
+    }
+
+    /// Runs all work before a mark; the host then knows that it has finished.
+    pub(crate) fn wait(&mut self, mark: &Mark) -> Result<(), Code> {
+        self.run_before(mark)?;
+        self.host.merge(&mark.clock);
+        Ok(())
+    }
+
+    pub(crate) fn allocate(&mut self, bytes: usize) -> Result<u64, Code> {
+        self.reach.allocate(bytes, self.limits.memory_bytes)
+    }
+
+    /// Waits for all work, then frees an allocation.
+    pub(crate) fn free(&mut self, start: u64) -> Result<(), Code> {
+        let bytes = self.reach.bytes(start)?;
+        let streams: Vec<usize> = self.streams.keys().copied().collect();
+        streams.into_iter().try_for_each(|stream| self.drain(stream))?;
+        self.reach.free(start);
+        self.checker.forget(start, start + bytes);
+        Ok(())
+    }
+
     /// Queues work that takes `cost` units on an engine, or no time. If the queue is full, the oldest operation runs
     /// first, and the caller waits for it.
     pub(crate) fn push(
@@ -55,9 +208,6 @@ impl Gpu {
         work: Work,
         cost: Option<(usize, f64)>,
     ) -> Result<(), Code> {
-        if self.captures(id)? {
-            return Ok(());
-        }
         self.blocked += usize::from(self.is_full());
         while self.is_full() {
             self.run_oldest()?;
@@ -124,7 +274,7 @@ impl Gpu {
     }
 
     /// Runs a stream up to `place`, together with the work that it waits for.
-    pub(crate) fn run_to(&mut self, stream: usize, place: u64) -> Result<(), Code> {
+    fn run_to(&mut self, stream: usize, place: u64) -> Result<(), Code> {
         if let Some(lost) = self.lost {
             return Err(lost);
         }
@@ -153,7 +303,7 @@ impl Gpu {
                 vec![of(from, false), of(to, true)]
             }
             Work::Kernel { kernel, blocks, threads, parameters } => {
-                let mut memory = Guarded { gpu: self, accesses: Vec::new() };
+                let mut memory = Guarded { reach: &self.reach, accesses: Vec::new() };
                 let outcome = kernel.run(blocks, threads, &parameters, &mut memory);
                 let accesses = memory.accesses;
                 match outcome {

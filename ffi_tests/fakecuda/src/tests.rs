@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CUevent, CUstream};
 
 use crate::api;
 use crate::capture::{GLOBAL, RELAXED, THREAD_LOCAL};
-use crate::gpu::{Code, INVALID_VALUE};
+use crate::code::{Code, INVALID_VALUE};
 use crate::memory::Held;
 
 const NOT_READY: Code = 600;
@@ -58,7 +58,7 @@ fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
     let (first, second, device) = (stream(), stream(), memory(8));
     let mut host = [7_u8; 8];
     crate::with(60, |gpu| {
-        gpu.limits.depth = 3;
+        gpu.queues.limits.depth = 3;
         gpu.page_lock(host.as_ptr() as usize, host.len());
     });
     // SAFETY: memory of the device and page-locked memory of the host, both valid until the end.
@@ -68,11 +68,11 @@ fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
         let there = event();
         assert_eq!(api::cuEventRecord(there, first), 0);
         assert_eq!(api::cuStreamWaitEvent(second, there, 0), 0);
-        crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (0, 3)));
+        crate::with(60, |gpu| assert_eq!((gpu.queues.blocked, gpu.queues.most_queued), (0, 3)));
         host.fill(9);
         // A full queue delays every stream. The copy was queued first, so it has finished now.
         assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 8, second), 0);
-        crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (1, 3)));
+        crate::with(60, |gpu| assert_eq!((gpu.queues.blocked, gpu.queues.most_queued), (1, 3)));
         host.fill(1);
         assert_eq!(api::cuStreamSynchronize(second), 0);
     }
@@ -148,7 +148,7 @@ fn a_stream_that_waits_for_a_captured_event_takes_part_and_runs_nothing() {
         assert_eq!(api::cuEventQuery(mark), 907);
         assert_eq!(api::cuStreamEndCapture(captured, &raw mut graph), 901);
     }
-    crate::with(62, |gpu| assert_eq!(gpu.most_queued, 0));
+    crate::with(62, |gpu| assert_eq!(gpu.queues.most_queued, 0));
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn each_device_has_memory_of_its_own() {
     enter(59);
     let elsewhere = memory(100);
     enter(58);
-    crate::with(58, |gpu| gpu.limits.memory_bytes = 1000);
+    crate::with(58, |gpu| gpu.queues.limits.memory_bytes = 1000);
     let here = memory(600);
     let mut address = 0;
     // SAFETY: the pointer is valid.
@@ -189,10 +189,12 @@ fn each_device_has_memory_of_its_own() {
         assert_eq!(api::cuMemFree_v2(here), 0);
     }
     crate::with(58, |gpu| {
-        assert_eq!((gpu.memory_used(), gpu.most_memory), (0, 600));
-        assert_eq!(gpu.held(elsewhere, 1), Held::Nothing);
+        assert_eq!((gpu.memory_used(), gpu.most_memory()), (0, 600));
+        assert_eq!(gpu.queues.reach.held(elsewhere, 1), Held::Nothing);
     });
-    crate::with(59, |gpu| assert_eq!((gpu.memory_used(), gpu.held(elsewhere, 100)), (100, Held::Device)));
+    crate::with(59, |gpu| {
+        assert_eq!((gpu.memory_used(), gpu.queues.reach.held(elsewhere, 100)), (100, Held::Device))
+    });
 }
 
 const STORE: &str = ".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry store(\n.param .u64 store_param_0\n)\n{\n\
@@ -212,11 +214,11 @@ fn launches_uploads_and_instructions_are_counted() {
         let stream = api::number(stream);
         gpu.copy(stream, host.as_ptr() as u64, device, 8, 0).unwrap();
         gpu.launch(stream, kernel, 3, 32, device.to_ne_bytes().to_vec()).unwrap();
-        assert_eq!((gpu.uploaded, gpu.instructions), (8, 0));
+        assert_eq!((gpu.uploaded, gpu.queues.instructions), (8, 0));
         gpu.stream_synchronize(stream).unwrap();
         // The return is one of the four.
-        assert_eq!((gpu.uploaded, gpu.instructions), (8, 3 * 32 * 4));
-        assert_eq!(gpu.failures, [""; 0]);
+        assert_eq!((gpu.uploaded, gpu.queues.instructions), (8, 3 * 32 * 4));
+        assert_eq!(gpu.queues.failures, [""; 0]);
     });
 }
 
@@ -234,7 +236,7 @@ fn a_module_that_is_unloaded_under_its_kernel_is_a_failure() {
                 gpu.stream_synchronize(stream).unwrap();
             }
             gpu.module_unload(module).unwrap();
-            assert_eq!(gpu.failures.len(), failures);
+            assert_eq!(gpu.queues.failures.len(), failures);
         }
     });
 }

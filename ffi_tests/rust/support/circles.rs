@@ -5,21 +5,99 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A module, as the names on the path from the crate's root. The root itself is the empty list.
 type Module = Vec<String>;
 
+/// The names that a module passes on with `pub use`, and the modules that they come from.
+type PassedOn = BTreeMap<Module, BTreeMap<String, Module>>;
+
 /// The circles among `files`, each given as its path under the crate's `src` and its text. Each circle lists its
-/// modules, joined by commas.
+/// modules, joined by commas. A folder's own file that only lists and passes on what is in the folder is in no circle;
+/// one with code of its own is a file like others.
 pub fn circles(files: &[(String, String)]) -> Vec<String> {
-    let texts: BTreeMap<Module, String> =
-        files.iter().map(|(path, text)| (module(path), without_tests(text))).collect();
+    let sources: BTreeMap<Module, Source> =
+        files.iter().map(|(path, text)| (module(path), Source::of(text))).collect();
+    let passed = sources.iter().map(|(own, source)| (own.clone(), source.passed_on(own, &sources)));
+    let passed: PassedOn = passed.collect();
     let imports: BTreeMap<&Module, BTreeSet<Module>> =
-        texts.iter().map(|(own, text)| (own, imported(own, text, &texts))).collect();
+        sources.iter().map(|(own, source)| (own, source.imported(own, &sources, &passed))).collect();
     let reached: BTreeMap<&Module, BTreeSet<Module>> =
-        texts.keys().map(|from| (from, reachable(from, &imports))).collect();
+        sources.keys().map(|from| (from, reachable(from, &imports))).collect();
     let circle = |one: &Module| -> Vec<String> {
         let both = reached[one].iter().filter(|other| reached[*other].contains(one));
         both.map(|other| other.join("::")).collect()
     };
-    let found: BTreeSet<String> = texts.keys().map(|one| circle(one).join(", ")).collect();
+    let found: BTreeSet<String> = sources.keys().map(|one| circle(one).join(", ")).collect();
     found.into_iter().filter(|names| names.contains(", ")).collect()
+}
+
+/// One file.
+struct Source {
+    /// The text without comments, tests, and what is passed on.
+    text: String,
+    /// The paths of its imports, those passed on excepted.
+    imports: Vec<String>,
+    /// The paths that it passes on.
+    passed_on: Vec<String>,
+}
+
+impl Source {
+    fn of(text: &str) -> Source {
+        let (mut own, mut imports, mut passed_on) = (String::new(), Vec::new(), Vec::new());
+        for statement in without_tests(text).split(';') {
+            let tree = statement
+                .rsplit_once("use ")
+                .filter(|(before, _)| before.is_empty() || before.ends_with([' ', '}', ')']));
+            match tree {
+                Some((before, tree))
+                    if before.trim_end().ends_with("pub") || before.trim_end().ends_with(')') =>
+                {
+                    own.push_str(before);
+                    expand("", tree.trim(), &mut passed_on);
+                }
+                found => {
+                    if let Some((_, tree)) = found {
+                        expand("", tree.trim(), &mut imports);
+                    }
+                    own.push_str(statement);
+                }
+            }
+            own.push(';');
+        }
+        Source { text: own, imports, passed_on }
+    }
+
+    fn passed_on(&self, own: &Module, files: &BTreeMap<Module, Source>) -> BTreeMap<String, Module> {
+        let none = PassedOn::new();
+        let named = self.passed_on.iter().filter_map(|path| {
+            Some((path.rsplit("::").next()?.to_string(), target(own, path, files, &none)?))
+        });
+        named.collect()
+    }
+
+    fn imported(
+        &self,
+        own: &Module,
+        files: &BTreeMap<Module, Source>,
+        passed: &PassedOn,
+    ) -> BTreeSet<Module> {
+        let mut paths = self.imports.clone();
+        let children = files.keys().filter(|file| file.len() == own.len() + 1 && file.starts_with(own));
+        let children = children.filter_map(|file| Some(format!("{}::", file.last()?)));
+        for start in ["crate::".to_string(), "super::".to_string()].into_iter().chain(children) {
+            let places = self.text.match_indices(&start).filter(|(at, _)| {
+                let before = &self.text[..*at];
+                // `pub(in path)` names no import.
+                !before.ends_with("in ")
+                    && !before.ends_with(|last: char| last.is_alphanumeric() || "_:".contains(last))
+            });
+            paths.extend(places.map(|(at, _)| path_at(&self.text[at..])));
+        }
+        let mut targets: BTreeSet<Module> =
+            paths.iter().filter_map(|path| target(own, path, files, passed)).collect();
+        let words: BTreeSet<&str> = self.text.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+        let used = passed[own].iter().filter(|(name, _)| words.contains(name.as_str()));
+        targets.extend(used.map(|(_, target)| target.clone()));
+        targets.remove(own);
+        targets
+    }
 }
 
 fn module(path: &str) -> Module {
@@ -33,21 +111,8 @@ fn module(path: &str) -> Module {
 /// The text without comments, and without the module of tests at its end.
 fn without_tests(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or(text);
+    let text = text.split("\nmod tests {").next().unwrap_or(text);
     text.lines().map(|line| line.split("//").next().unwrap_or(line)).collect::<Vec<_>>().join(" ")
-}
-
-fn imported(own: &Module, text: &str, files: &BTreeMap<Module, String>) -> BTreeSet<Module> {
-    let used = text.split(';').filter_map(|statement| {
-        let (before, tree) = statement.rsplit_once("use ")?;
-        before.ends_with([' ', '}']).then_some(tree).or_else(|| before.is_empty().then_some(tree))
-    });
-    let mut paths = Vec::new();
-    used.for_each(|tree| expand("", tree.trim(), &mut paths));
-    for start in ["crate::", "super::"] {
-        paths.extend(text.match_indices(start).map(|(at, _)| path_at(&text[at..])));
-    }
-    let targets = paths.iter().filter_map(|path| target(own, path, files));
-    targets.filter(|target| target != own).collect()
 }
 
 /// The path that a text begins with.
@@ -79,13 +144,15 @@ fn expand(before: &str, tree: &str, paths: &mut Vec<String>) {
     }
 }
 
-/// The file that a path refers to: its longest prefix that is a file.
-fn target(own: &Module, path: &str, files: &BTreeMap<Module, String>) -> Option<Module> {
+/// The file that a path refers to: its longest prefix that is a file, or the file whose name that one passes on.
+fn target(own: &Module, path: &str, files: &BTreeMap<Module, Source>, passed: &PassedOn) -> Option<Module> {
     let mut names: Vec<&str> = path.split("::").filter(|name| !name.is_empty()).collect();
+    let child = |name: &str| [&own[..], &[name.to_string()]].concat();
     let mut base = match *names.first()? {
         "crate" => Module::new(),
         "self" => own.clone(),
         "super" => own[..own.len().checked_sub(1)?].to_vec(),
+        name if files.contains_key(&child(name)) => child(name),
         _ => return None,
     };
     names.remove(0);
@@ -93,12 +160,14 @@ fn target(own: &Module, path: &str, files: &BTreeMap<Module, String>) -> Option<
         base.pop()?;
         names.remove(0);
     }
-    let longest = (0..=names.len()).rev().map(|len| {
-        let more = names[..len].iter().map(|name| String::from(*name));
-        base.iter().cloned().chain(more).collect::<Module>()
-    });
-    // The crate's root and a folder's own file only list the modules in them.
-    longest.filter(|module| !module.is_empty()).find(|module| files.contains_key(module))
+    let prefix = |length: usize| -> Module {
+        base.iter().cloned().chain(names[..length].iter().map(|name| String::from(*name))).collect()
+    };
+    let length = (0..=names.len()).rev().find(|length| files.contains_key(&prefix(*length)))?;
+    let file = prefix(length);
+    let passed = names.get(length).and_then(|name| passed.get(&file)?.get(*name));
+    // The crate's root only lists modules.
+    passed.cloned().or_else(|| (!file.is_empty()).then_some(file))
 }
 
 fn reachable(from: &Module, imports: &BTreeMap<&Module, BTreeSet<Module>>) -> BTreeSet<Module> {

@@ -75,7 +75,7 @@ class Holding(NamedTuple):
     held: Mapping[Any, Held]
 
 
-class Part(Protocol):
+class RankCommit(Protocol):
     """The commit of a rank of another run."""
 
     #: Its directory, for messages.
@@ -108,7 +108,7 @@ def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int])
         yield begin + sum(at * stride for at, stride in zip(outer, strides)), count
 
 
-def check_alike(own: Holding, parts: Sequence[Part], where: str) -> None:
+def check_alike(own: Holding, parts: Sequence[RankCommit], where: str) -> None:
     """Raises InvalidArgumentError if the parts have other tensors than this rank, other step counts than each other, or other moments."""
     for part in parts:
         if part.holding.moments != own.moments:
@@ -125,7 +125,7 @@ def check_alike(own: Holding, parts: Sequence[Part], where: str) -> None:
         steps_of(key, held.name, parts)
 
 
-def steps_of(key: Any, name: str, parts: Sequence[Part]) -> float:
+def steps_of(key: Any, name: str, parts: Sequence[RankCommit]) -> float:
     """Number of steps of a tensor, which all parts with elements of it have."""
     known = {part.holding.held[key].steps for part in parts if key in part.holding.held and part.holding.held[key].pieces}
     if len(known) > 1:
@@ -136,7 +136,7 @@ def steps_of(key: Any, name: str, parts: Sequence[Part]) -> float:
     return known.pop() if known else 0.0
 
 
-def move(own: Holding, parts: Sequence[Part], rank: int, write: Callable[[int, Sequence[Any]], object]) -> None:
+def move(own: Holding, parts: Sequence[RankCommit], rank: int, write: Callable[[int, Sequence[Any]], object]) -> None:
     """Reads what this rank holds from the parts, and calls write(subgroup, (master, moments...)) for each of its subgroups.
 
     Args:
@@ -180,7 +180,7 @@ def _by_subgroup(own: Holding) -> Callable[[int], Iterator[tuple[Any, Span]]]:
 class _Finder:
     """Finds elements in the parts. Holds the spans of the tensor that was asked for last."""
 
-    def __init__(self, own: Holding, parts: Sequence[Part], rank: int):
+    def __init__(self, own: Holding, parts: Sequence[RankCommit], rank: int):
         self._own, self._parts = own, parts
         # The part with the number of this rank comes first: so ranks that could read the same part read different ones.
         self._order = [(rank + number) % len(parts) for number in range(len(parts))]
@@ -188,7 +188,7 @@ class _Finder:
         self._spans: dict[int, tuple[list[int], list[Span]]] = {}
 
     def places(self, key: Any, span: Span) -> Iterator[tuple[tuple[int, int], int, int, int]]:
-        """Part and subgroup, the first element in the own subgroup and in that one, and the number of elements."""
+        """Commit and subgroup, the first element in the own subgroup and in that one, and the number of elements."""
         if key != self._key:
             held = ((number, self._parts[number].holding.held.get(key)) for number in self._order)
             sorted_ = {number: sorted(one.spans()) for number, one in held if one is not None}
@@ -215,7 +215,7 @@ class _Finder:
 class _Reads:
     """Reads subgroups of parts, and keeps the last ones."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[RankCommit]):
         self._parts = parts
         self._kept: OrderedDict[tuple[int, int], Sequence[Any]] = OrderedDict()
         self._bytes = 0

@@ -80,7 +80,7 @@ class Region(NamedTuple):
     in_write: bool
 
 
-class Snapshot(NamedTuple):
+class RegionVersion(NamedTuple):
     """A region at the begin of a read in place.
 
     Attributes:
@@ -315,7 +315,7 @@ class Arena(_NativeHandle):
         )
         return generation.value
 
-    def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
+    def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> RegionVersion:
         """Begins a read in place: waits until no writer is at work. Data that is read is valid only after `validate`.
 
         Args:
@@ -330,9 +330,9 @@ class Arena(_NativeHandle):
             _arguments.unsigned("Arena: at_least", at_least),
             after=(ctypes.byref(found),),
         )
-        return Snapshot(found.generation, found.sequence)
+        return RegionVersion(found.generation, found.sequence)
 
-    def validate(self, name: str, snapshot: Snapshot) -> None:
+    def validate(self, name: str, snapshot: RegionVersion) -> None:
         """Raises ChangedError if the region was written since the snapshot."""
         seen = _abi.sized(_abi.ArenaSnapshot)
         seen.generation, seen.sequence = snapshot

@@ -135,7 +135,7 @@ class Speculation(_NativeHandle):
         """Opens a round. resolve() increments the optimizer's step count unless the verdict is "skip".
 
         Args:
-            optimizer: The Adam, Adagrad or Lion whose options the steps use.
+            optimizer: The Adam, Adagrad or other optimizer of spillway whose options the steps use.
             max_norm: Largest norm of all scaled gradients, above which they are clipped; 0: no limit.
             grad_scale: Factor of the gradients: 1 / loss scale.
 
@@ -143,7 +143,7 @@ class Speculation(_NativeHandle):
             OutOfOrderError: The last round is not finished."""
         if not isinstance(optimizer, _Optimizer):
             raise InvalidArgumentError(
-                f"Speculation.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam, Adagrad or Lion"
+                f"Speculation.begin: optimizer is a {type(optimizer).__name__}; pass an optimizer of spillway, such as spillway.Adam"
             )
         options = optimizer.options_of_next_step(grad_scale)
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)

@@ -260,12 +260,12 @@ class Tier(_NativeHandle):
     def _transfer(self, tickets: Iterable[int]) -> None:
         """Waits for puts and gets, which the iterable begins. None of this tier is in flight afterwards, also after an error."""
         # An interrupt may have ended this function before.
-        self._through(lambda handle: self._settle(handle, None))
+        self._through(lambda handle: self._await_tickets(handle, None))
         try:
             for ticket in list(tickets):
                 self.wait(ticket)
         except BaseException:
-            self._through(lambda handle: self._settle(handle, None))
+            self._through(lambda handle: self._await_tickets(handle, None))
             raise
 
     @overload
@@ -469,7 +469,7 @@ class Tier(_NativeHandle):
             self._end(
                 lambda: _arguments.milliseconds(None if end is None else _left(end)),
                 timeout=timeout,
-                before=lambda handle: self._settle(handle, end),
+                before=lambda handle: self._await_tickets(handle, end),
             )
         except TimedOutError as error:
             if self._cell:
@@ -485,7 +485,7 @@ class Tier(_NativeHandle):
         self._end_turns()
         for commit in self._commits.list():
             commit.finish()
-        self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
+        self._end(closer="spw_tier_destroy", before=lambda handle: self._await_tickets(handle, None))
 
     def _end_turns(self) -> None:
         """Lets transfers begin without turns from now on: the end of a program waits for no other process. Does nothing if the tier is
@@ -495,7 +495,7 @@ class Tier(_NativeHandle):
             with suppress(InvalidArgumentError):
                 self._call("spw_tier_end_turns")
 
-    def _settle(self, handle: Any, end: float | None) -> None:
+    def _await_tickets(self, handle: Any, end: float | None) -> None:
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
         ignored: everything not committed is lost, or put again."""
         for entry in self._in_flight.tokens():

@@ -541,7 +541,7 @@ class Tiered:
         """Waits for the commit beside steps, in all processes. If it failed, its states are uncommitted."""
         if self._begun is not None and self.is_own:
             self._begun[2].finish()
-            self.settle()
+            self.note_ended_commit()
         if self._unagreed is not None and self.is_own and not self.apart:
             self._unagreed.finish()
             everyone = _ranks.gathered(self._unagreed.succeeded, self.place.world, self.place.group)
@@ -564,7 +564,7 @@ class Tiered:
             self._part(self.place.world > 1)
             raise
         finally:
-            self.settle()
+            self.note_ended_commit()
             self._pending = None
         self.chain.finish()
 
@@ -665,7 +665,7 @@ class Tiered:
             raise from_status(error.status, f"{error}; {lost}") from error
         self.rollback()
 
-    def settle(self) -> None:
+    def note_ended_commit(self) -> None:
         """Takes over the record of a commit that the library has completed."""
         if self._begun is not None and self.is_own and self._begun[2].ended:
             (step, record, commit), self._begun = self._begun, None
@@ -710,7 +710,7 @@ class Tiered:
     def check(self, also_mixed: bool = False) -> None:
         """Raises TierError if the processes are apart, and OutOfOrderError after a whole() that did not end, except with `also_mixed`.
         Takes over the record of a commit first."""
-        self.settle()
+        self.note_ended_commit()
         self._check_apart()
         if self.mixed and not also_mixed and not self.closed:
             raise OutOfOrderError(

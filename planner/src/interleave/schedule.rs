@@ -182,7 +182,7 @@ pub const STATES: [StateArray; 3] = [StateArray::ExpAvg, StateArray::ExpAvgSq, S
 
 /// A range of the parameters of a subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct ParamRange {
     /// Index of the first parameter.
     pub from: u64,
     /// Number of parameters.
@@ -194,23 +194,23 @@ pub struct Part {
 #[allow(missing_docs, reason = "fields say what they are: a subgroup, part of it, and the buffers it meets")]
 pub enum Work {
     /// Widens part of a gradient into a chunk buffer.
-    Cast { subgroup: usize, part: Part, buffer: usize },
+    Cast { subgroup: usize, part: ParamRange, buffer: usize },
     /// Copies part of a gradient to the host: from a chunk buffer, or unchanged if `buffer` is `None`.
-    GradOut { subgroup: usize, part: Part, buffer: Option<usize> },
+    GradOut { subgroup: usize, part: ParamRange, buffer: Option<usize> },
     /// Copies part of a state into a slot.
-    Prefetch { subgroup: usize, slot: usize, state: StateArray, part: Part },
+    Prefetch { subgroup: usize, slot: usize, state: StateArray, part: ParamRange },
     /// Copies part of a gradient from the host into a slot.
-    FetchGrad { subgroup: usize, slot: usize, part: Part },
+    FetchGrad { subgroup: usize, slot: usize, part: ParamRange },
     /// Updates the subgroup in a slot, and writes its 16-bit parameters.
     GpuStep { subgroup: usize, slot: usize },
     /// Copies part of a state from a slot to host memory.
-    Flush { subgroup: usize, slot: usize, state: StateArray, part: Part },
+    Flush { subgroup: usize, slot: usize, state: StateArray, part: ParamRange },
     /// Updates a resident, and writes its 16-bit parameters.
     ResidentStep { subgroup: usize },
     /// Copies part of the state of a new resident to the GPU.
-    Admit { subgroup: usize, state: StateArray, part: Part },
+    Admit { subgroup: usize, state: StateArray, part: ParamRange },
     /// Copies part of the state of a former resident to host memory.
-    Evict { subgroup: usize, state: StateArray, part: Part },
+    Evict { subgroup: usize, state: StateArray, part: ParamRange },
     /// Updates a subgroup in host memory and rounds its parameters into a staging buffer.
     CpuStep { subgroup: usize, stage: usize },
     /// Copies a staging buffer to the 16-bit parameters on the GPU.
@@ -237,7 +237,7 @@ impl Work {
 
     /// The part of a copy whose chunks follow each other on the lane without a wait in between; `None` for other work.
     /// Such chunks form one span of time.
-    pub const fn stretch(&mut self) -> Option<&mut Part> {
+    pub const fn stretch(&mut self) -> Option<&mut ParamRange> {
         match self {
             Work::GradOut { part, buffer: None, .. }
             | Work::Prefetch { part, .. }
@@ -376,16 +376,16 @@ pub fn drain<E>(subgroup: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
 fn each_state<E>(
     shape: &Shape,
     subgroup: usize,
-    mut copy: impl FnMut(StateArray, Part) -> Result<(), E>,
+    mut copy: impl FnMut(StateArray, ParamRange) -> Result<(), E>,
 ) -> Result<(), E> {
     STATES.into_iter().try_for_each(|state| parts(shape, subgroup).try_for_each(|part| copy(state, part)))
 }
 
 /// The chunks of a subgroup.
-pub fn parts(shape: &Shape, subgroup: usize) -> impl Iterator<Item = Part> + use<> {
+pub fn parts(shape: &Shape, subgroup: usize) -> impl Iterator<Item = ParamRange> + use<> {
     let (size, chunk) = (shape.sizes[subgroup], shape.chunk);
     (0..size.div_ceil(chunk)).map(move |nth| {
         let from = nth * chunk;
-        Part { from, len: chunk.min(size - from) }
+        ParamRange { from, len: chunk.min(size - from) }
     })
 }

@@ -7,7 +7,7 @@
 use serde::Serialize;
 use serde_json::Value;
 
-use super::families::{FAMILIES, Parts};
+use super::families::{DecoderParams, FAMILIES};
 use super::fields::Fields;
 use crate::error::{Error, Result};
 
@@ -52,7 +52,7 @@ impl Model {
         }
     }
 
-    fn of(name: &str, family: &str, parts: &Parts) -> Result<Model> {
+    fn of(name: &str, family: &str, parts: &DecoderParams) -> Result<Model> {
         let layers = u128::from(parts.layers);
         let all = parts.embeddings + layers * parts.layer + parts.last;
         Ok(Model {

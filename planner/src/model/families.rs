@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// The parameters of a decoder, by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parts {
+pub struct DecoderParams {
     /// Embeddings of tokens and positions, with their projections and norms.
     pub embeddings: u128,
     /// One layer, with all experts.
@@ -26,7 +26,7 @@ pub struct Parts {
     pub vocabulary: u64,
 }
 
-type Family = fn(&Fields) -> Result<Parts>;
+type Family = fn(&Fields) -> Result<DecoderParams>;
 
 /// The `model_type` values that are known, and how their parameters are counted.
 pub const FAMILIES: [(&str, Family); 12] = [
@@ -96,7 +96,7 @@ const QWEN3: Gated = Gated { bias: Bias::Field, head_dim: Some(128), head_norms:
 const GEMMA: Gated = Gated { mlp_bias: false, kv_heads: Some(16), head_dim: Some(256), tied: true, ..LLAMA };
 const GEMMA2: Gated = Gated { kv_heads: Some(4), norms: 4, ..GEMMA };
 
-fn gated(fields: &Fields, family: &Gated) -> Result<Parts> {
+fn gated(fields: &Fields, family: &Gated) -> Result<DecoderParams> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["num_hidden_layers"])?,
         fields.need(&["hidden_size"])?,
@@ -135,7 +135,7 @@ fn gated(fields: &Fields, family: &Gated) -> Result<Parts> {
         }
     };
     let tied = fields.flag("tie_word_embeddings", family.tied)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, hidden, false),
         layer: attention + mlp + u128::from(family.norms) * u128::from(hidden),
         idle,
@@ -146,7 +146,7 @@ fn gated(fields: &Fields, family: &Gated) -> Result<Parts> {
     })
 }
 
-fn gpt2(fields: &Fields) -> Result<Parts> {
+fn gpt2(fields: &Fields) -> Result<DecoderParams> {
     let (layers, hidden) =
         (fields.layers(&["n_layer", "num_hidden_layers"])?, fields.need(&["n_embd", "hidden_size"])?);
     let (vocabulary, positions) =
@@ -157,7 +157,7 @@ fn gpt2(fields: &Fields) -> Result<Parts> {
     }
     let inner = fields.or_null("n_inner", 4 * hidden, 4 * hidden)?;
     let tied = fields.flag("tie_word_embeddings", true)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, hidden, false) + linear(positions, hidden, false),
         layer: 2 * layer_norm(hidden)
             + linear(hidden, 3 * hidden, true)
@@ -171,7 +171,7 @@ fn gpt2(fields: &Fields) -> Result<Parts> {
     })
 }
 
-fn gpt_neox(fields: &Fields) -> Result<Parts> {
+fn gpt_neox(fields: &Fields) -> Result<DecoderParams> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["num_hidden_layers"])?,
         fields.need(&["hidden_size"])?,
@@ -181,7 +181,7 @@ fn gpt_neox(fields: &Fields) -> Result<Parts> {
     fields.check()?;
     let bias = fields.flag("attention_bias", true)?;
     let tied = fields.flag("tie_word_embeddings", false)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, hidden, false),
         layer: 2 * layer_norm(hidden)
             + linear(hidden, 3 * hidden, bias)
@@ -195,7 +195,7 @@ fn gpt_neox(fields: &Fields) -> Result<Parts> {
     })
 }
 
-fn opt(fields: &Fields) -> Result<Parts> {
+fn opt(fields: &Fields) -> Result<DecoderParams> {
     /// Positions that OPT's embedding has beyond `max_position_embeddings`.
     const OFFSET: u64 = 2;
     let (layers, hidden, vocabulary) = (
@@ -212,7 +212,7 @@ fn opt(fields: &Fields) -> Result<Parts> {
         fields.flag("do_layer_norm_before", true)? && !fields.flag("_remove_final_layer_norm", false)?;
     let projection = if width == hidden { 0 } else { linear(width, hidden, false) };
     let tied = fields.flag("tie_word_embeddings", true)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, width, false)
             + linear(positions + OFFSET, hidden, false)
             + 2 * projection,
@@ -225,7 +225,7 @@ fn opt(fields: &Fields) -> Result<Parts> {
     })
 }
 
-fn bloom(fields: &Fields) -> Result<Parts> {
+fn bloom(fields: &Fields) -> Result<DecoderParams> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["n_layer", "num_hidden_layers"])?,
         // transformers takes `n_embed` if both are given.
@@ -234,7 +234,7 @@ fn bloom(fields: &Fields) -> Result<Parts> {
     );
     fields.check()?;
     let tied = fields.flag("tie_word_embeddings", true)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, hidden, false) + layer_norm(hidden),
         layer: 2 * layer_norm(hidden)
             + linear(hidden, 3 * hidden, true)
@@ -248,7 +248,7 @@ fn bloom(fields: &Fields) -> Result<Parts> {
     })
 }
 
-fn falcon(fields: &Fields) -> Result<Parts> {
+fn falcon(fields: &Fields) -> Result<DecoderParams> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["num_hidden_layers", "n_layer"])?,
         fields.need(&["hidden_size"])?,
@@ -272,7 +272,7 @@ fn falcon(fields: &Fields) -> Result<Parts> {
         (true, _) => 1,
     };
     let tied = fields.flag("tie_word_embeddings", true)?;
-    Ok(Parts {
+    Ok(DecoderParams {
         embeddings: linear(vocabulary, hidden, false),
         layer: norms * layer_norm(hidden)
             + linear(hidden, columns, bias)

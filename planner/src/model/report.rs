@@ -9,7 +9,7 @@ use super::super::{split, weights};
 use super::bytes::size;
 use super::config::Model;
 use super::machine::{Machine, PathSpec, Workload};
-use super::step::{self, PathSeconds, Step};
+use super::step::{self, PathSeconds, StepTimes};
 use super::strategy::{Case, GpuBytes, HostBytes, Placement, Residents, Strategy, TierBudget, Traffic};
 use crate::error::{Error, Result};
 
@@ -104,7 +104,7 @@ pub struct Outcome {
     pub seconds: Option<Seconds>,
     /// The work of a step, for its timeline.
     #[serde(skip)]
-    pub step: Option<Step>,
+    pub step: Option<StepTimes>,
 }
 
 /// Seconds of a step.

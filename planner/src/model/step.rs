@@ -45,7 +45,7 @@ pub const ROWS: [&str; 5] = ["GPU", "GPU to host", "host to GPU", "CPU", "paths"
 
 /// The seconds of a step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Step {
+pub struct StepTimes {
     /// Forward passes.
     pub forward: f64,
     /// Backward passes.
@@ -86,7 +86,7 @@ pub fn predict(
     placed: &Placement,
     flow: f64,
     paths: Option<PathSeconds>,
-) -> Step {
+) -> StepTimes {
     let mut work = Work {
         case,
         timeline: Timeline::default(),
@@ -245,7 +245,7 @@ impl Work<'_> {
         }
     }
 
-    fn finish(self, placed: &Placement) -> Step {
+    fn finish(self, placed: &Placement) -> StepTimes {
         let case = self.case;
         let ran = self.timeline.run(Limits { dram: f64::INFINITY, duplex: case.machine.duplex });
         let mut spans: Vec<Span> = self
@@ -269,7 +269,7 @@ impl Work<'_> {
         }
         let batches = case.run.accumulation as f64;
         let (forward, backward) = (batches * case.forward(), batches * case.backward());
-        Step { forward, backward, exposed: (total - forward - backward).max(0.0), total, spans }
+        StepTimes { forward, backward, exposed: (total - forward - backward).max(0.0), total, spans }
     }
 }
 

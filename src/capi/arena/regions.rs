@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::arena::Snapshot;
+use crate::arena::RegionVersion;
 use crate::capi::arena::open::spw_arena;
 use crate::capi::prelude::*;
 
@@ -126,7 +126,7 @@ pub extern "C" fn spw_arena_read_begin(
         snapshot_out.required("snapshot_out")?;
         snapshot_out.check("snapshot_out")?;
         let seen = handle::get(arena)?.0.read_begin(region, at_least, timeout(timeout_ms))?;
-        let Snapshot { generation, sequence } = seen;
+        let RegionVersion { generation, sequence } = seen;
         let values = report!(spw_arena_snapshot with { reserved: 0, generation, sequence });
         snapshot_out.write(&values, "snapshot_out")
     })
@@ -141,7 +141,7 @@ pub extern "C" fn spw_arena_read_validate(
 ) -> spw_status {
     guard(|| {
         let seen = snapshot.read("snapshot")?;
-        let seen = Snapshot { generation: seen.generation, sequence: seen.sequence };
+        let seen = RegionVersion { generation: seen.generation, sequence: seen.sequence };
         handle::get(arena)?.0.read_validate(region, seen)
     })
 }

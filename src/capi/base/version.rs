@@ -5,8 +5,8 @@ use std::ffi::{c_char, c_void};
 use crate::capi;
 use crate::capi::pointer::fault_of_size;
 use crate::capi::prelude::*;
-use crate::optim;
-use crate::stats;
+use crate::kernel::{AdagradRule, AdamRule, LionRule};
+use crate::optim::{self, Family};
 use crate::sys::threads;
 
 /// Version of the binary interface; the SONAME contains it. Within one version, functions and fields are only added.
@@ -86,9 +86,9 @@ pub extern "C" fn spw_get_info(info_out: Out<spw_info>) -> spw_status {
             "neon" => c"neon",
             _ => c"scalar",
         };
-        let (adam_calls, adam_elements) = stats::ADAM.get();
-        let (adagrad_calls, adagrad_elements) = stats::ADAGRAD.get();
-        let (lion_calls, lion_elements) = stats::LION.get();
+        let (adam_calls, adam_elements) = AdamRule::COUNTER.get();
+        let (adagrad_calls, adagrad_elements) = AdagradRule::COUNTER.get();
+        let (lion_calls, lion_elements) = LionRule::COUNTER.get();
         let values = report!(spw_info with {
             num_threads: threads::count()? as u32, kernel: kernel.as_ptr(),
             adam_calls, adam_elements, adagrad_calls, adagrad_elements, lion_calls, lion_elements

@@ -92,7 +92,7 @@ struct Types {
 }
 
 /// Whether the framework has streams, the shape of the subgroups, and the backend that runs the schedule.
-pub(in crate::capi) struct Parts {
+pub(in crate::capi) struct InterleaveSetup {
     pub streams: bool,
     pub shape: Shape,
     pub backend: Box<dyn Backend>,
@@ -105,7 +105,7 @@ pub(in crate::capi) unsafe fn parts(
     options: In<spw_interleave_options>,
     subgroups: In<spw_interleave_subgroup>,
     count: u64,
-) -> Result<Parts> {
+) -> Result<InterleaveSetup> {
     let (raw, subgroups) = (options.read("options")?, read_subgroups(subgroups, count)?);
     abi_struct::zero("options.reserved", raw.reserved)?;
     let sizes = subgroups.iter().map(|subgroup| subgroup.n).collect();
@@ -143,7 +143,7 @@ pub(in crate::capi) unsafe fn parts(
             return Err(Error::invalid("options.backend", reason));
         }
     };
-    Ok(Parts { streams: raw.backend == 1, shape, backend })
+    Ok(InterleaveSetup { streams: raw.backend == 1, shape, backend })
 }
 
 fn read_subgroups(

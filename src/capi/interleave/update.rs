@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use super::plan::{placements_of, read_placements, read_rates, spw_interleave_rates};
-use super::subgroups::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
+use super::subgroups::{InterleaveSetup, parts, spw_interleave_options, spw_interleave_subgroup};
 use crate::capi::deepspeed::call::{rules_of, spw_ds_adam_call};
 use crate::capi::optim::adam::{self, spw_adam_options};
 use crate::capi::prelude::*;
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn spw_interleave_open(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             interleave_out.open(|| {
-                let Parts { streams, shape, backend } = parts(options, subgroups, count)?;
+                let InterleaveSetup { streams, shape, backend } = parts(options, subgroups, count)?;
                 let engine = InterleavedUpdate::new(shape, backend)?;
                 Ok(spw_interleave { engine, streams, opener: OpeningProcess::current() })
             })

@@ -1,8 +1,10 @@
 //! Adagrad.
 
-use crate::capi::optim::table::{self, StepOptions};
+use crate::capi::optim::table::{self, StepOptions, optimizer_calls};
 use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
+use crate::capi::speculate::engine::{self, spw_spec};
+use crate::capi::undo::{self, spw_undo};
 use crate::kernel::AdagradRule;
 use crate::optim::adagrad::AdagradOptions;
 
@@ -54,20 +56,8 @@ pub unsafe extern "C" fn spw_adagrad_step(
     guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
 }
 
-/// Checks the arguments of `spw_adagrad_step`, and changes nothing: it fails as the step would, with the same message. A
-/// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
-/// step, and must know beforehand that this part can be done.
-///
-/// # Safety
-/// As `spw_adam_step`; the spans are not accessed.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_adagrad_check(
-    options: In<spw_adagrad_options>,
-    tensors: In<spw_tensor>,
-    count: u64,
-) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { table::check(options, tensors, count) })
+optimizer_calls! {
+    spw_adagrad_options: spw_adagrad_check, spw_undo_adagrad_step, spw_spec_begin_adagrad
 }
 
 impl StepOptions for spw_adagrad_options {
@@ -78,5 +68,9 @@ impl StepOptions for spw_adagrad_options {
         abi_struct::initialised::<Self>("options.grad_scale", self.grad_scale == 0.0)?;
         let options = parsed!(AdagradOptions from self { step, lr, lr_decay, eps, weight_decay, grad_scale });
         options.rule().map_err(|error| error.within("options."))
+    }
+
+    fn grad_scale(&self) -> f64 {
+        self.grad_scale
     }
 }

@@ -125,6 +125,10 @@ impl StepOptions for spw_adam_options {
             ))),
         }
     }
+
+    fn grad_scale(&self) -> f64 {
+        self.grad_scale
+    }
 }
 
 impl spw_adam_options {

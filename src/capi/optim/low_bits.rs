@@ -4,7 +4,7 @@ use super::overlap;
 use super::tensor::{self, at, low_bits, low_sums, spw_dtype, spw_tensor};
 use crate::capi::prelude::*;
 use crate::dtype::Floats;
-use crate::optim::low_bits::{self as settled, SplitMaster};
+use crate::optim::low_bits::{self, SplitMaster};
 use crate::sys::try_vec;
 
 /// Does what the next step of `count` tensors with low_sums would do first: sets the low bits to zero whose elements
@@ -27,7 +27,7 @@ pub unsafe extern "C" fn spw_low_bits_settle(tensors: In<spw_tensor>, count: u64
             for (index, raw) in own.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
                 masters.push(master(raw).map_err(|error| at(index, error))?);
             }
-            settled::settle(masters)
+            low_bits::zero_stale(masters)
         }
     })
 }

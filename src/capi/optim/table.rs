@@ -20,7 +20,58 @@ pub(in crate::capi) trait StepOptions: AbiStruct {
 
     /// The coefficients. An error names the option.
     fn rule(&self) -> Result<Self::Rule>;
+
+    /// The factor on the gradient, before it is rounded.
+    fn grad_scale(&self) -> f64;
 }
+
+/// The calls of an optimizer beside its step and those of Adam. The tool that writes the headers expands the text between
+/// the braces, and puts each call behind Adam's call of its kind.
+macro_rules! optimizer_calls {
+    ($options:ident: $check:ident, $recorded_step:ident, $begin_round:ident) => {
+        /// Checks the arguments of the step, and changes nothing: fails as the step would, with the same message. See
+        /// `spw_adam_check`.
+        ///
+        /// # Safety
+        /// As `spw_adam_step`; the spans are not accessed.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $check(
+            options: In<$options>,
+            tensors: In<spw_tensor>,
+            count: u64,
+        ) -> spw_status {
+            // SAFETY: the caller meets the callee's requirements.
+            guard(|| unsafe { table::check(options, tensors, count) })
+        }
+
+        /// Does the step of these options and records it, as `spw_undo_adam_step`.
+        ///
+        /// # Safety
+        /// As `spw_adam_step`.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $recorded_step(
+            undo: Option<&mut spw_undo>,
+            options: In<$options>,
+            tensors: In<spw_tensor>,
+            count: u64,
+            stats_out: Out<spw_step_stats>,
+        ) -> spw_status {
+            // SAFETY: the caller meets the callee's requirements.
+            guard(|| unsafe { undo::record(undo, options, tensors, count, stats_out) })
+        }
+
+        /// Opens a round of steps with these options, as `spw_spec_begin_adam`.
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $begin_round(
+            spec: Option<&spw_spec>,
+            options: In<$options>,
+            max_norm: f64,
+        ) -> spw_status {
+            guard(|| engine::begin(spec, options, max_norm))
+        }
+    };
+}
+pub(in crate::capi) use optimizer_calls;
 
 /// The coefficients of options.
 pub(in crate::capi) fn rule<O: StepOptions>(options: In<O>) -> Result<O::Rule> {

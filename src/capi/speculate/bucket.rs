@@ -3,14 +3,10 @@
 use std::ffi::c_void;
 
 use crate::capi::gpu::device::spw_gpu;
-use crate::capi::optim::table::{self, StepOptions};
 use crate::capi::optim::tensor::spw_tensor;
-use crate::capi::optim::{spw_adagrad_options, spw_adam_options, spw_lion_options};
 use crate::capi::prelude::*;
-use crate::capi::speculate::engine::{Rules, spw_spec};
-use crate::error::{Error, Result, RoundKind, Rounds};
+use crate::capi::speculate::engine::spw_spec;
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
-use crate::kernel::Arithmetic;
 use crate::offload::speculate::{Bucket, Tensors};
 use crate::optim::Family;
 use crate::optim::lent::Lent;
@@ -95,9 +91,9 @@ pub unsafe extern "C" fn spw_spec_submit(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = handle::get(spec)?;
-            let rules = spec.rules_for(bucket)?;
+            let rule = spec.rule_for(bucket)?;
             let event = parse_event(event)?;
-            let work = spec.bucket(rules, tensors, count)?;
+            let work = rule.bucket(spec.undo, spec.engine.publish(), tensors, count)?;
             spec.submit(bucket, work, event)
         }
     })
@@ -155,40 +151,8 @@ unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
 }
 
 impl spw_spec {
-    /// # Safety
-    /// As `spw_spec_submit`.
-    unsafe fn bucket(&self, rules: Rules, tensors: In<spw_tensor>, count: u64) -> Result<Box<dyn Bucket>> {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            match rules {
-                Rules::None => Err(Rounds::Speculation.error(RoundKind::NotBegun)),
-                Rules::Adam(rule) => self.boxed(lent::<spw_adam_options>(rule, tensors, count)?),
-                Rules::Adagrad(rule) => self.boxed(lent::<spw_adagrad_options>(rule, tensors, count)?),
-                Rules::Lion(rule) => self.boxed(lent::<spw_lion_options>(rule, tensors, count)?),
-            }
-        }
-    }
-
     /// The bucket of these tensors.
     pub(in crate::capi) fn boxed<R: Family>(&self, tensors: Lent<R>) -> Result<Box<dyn Bucket>> {
         Ok(Box::new(Tensors::new(tensors, self.undo, self.engine.publish())?))
-    }
-}
-
-/// The tensors of a bucket. Their own options have the grad_scale of `rule`.
-///
-/// # Safety
-/// As `spw_spec_submit`.
-pub(in crate::capi) unsafe fn lent<O: StepOptions>(
-    rule: O::Rule,
-    tensors: In<spw_tensor>,
-    count: u64,
-) -> Result<Lent<O::Rule>> {
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        table::lent(tensors, count, &rule, |options| match table::own_rule::<O>(options)? {
-            own if own.grad_scale() == rule.grad_scale() => Ok(own),
-            _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
-        })
     }
 }

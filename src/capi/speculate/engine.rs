@@ -1,17 +1,17 @@
 //! Speculation-then-validation: buckets are stepped before the norm of the whole gradient is known.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use crate::capi::optim::adagrad::spw_adagrad_options;
 use crate::capi::optim::adam::spw_adam_options;
-use crate::capi::optim::lion::spw_lion_options;
 use crate::capi::optim::table::StepOptions;
 use crate::capi::prelude::*;
+use crate::capi::speculate::rule::{RoundRule, RuleOf};
 use crate::capi::undo::spw_undo_mode;
-use crate::error::Rounds;
-use crate::kernel::{AdagradRule, AdamRule, LionRule};
+use crate::error::{RoundKind, Rounds};
+use crate::kernel::AdamRule;
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
-use crate::sys::sync::{Guard, Lock};
+use crate::sys::sync::Lock;
 
 /// When the 16-bit copies of parameters (param_copy) are written, and when readers may use them. Passed as `uint32_t`.
 #[repr(C)]
@@ -75,22 +75,14 @@ pub struct spw_spec_stats {
 pub struct spw_spec {
     pub(in crate::capi) engine: Engine,
     pub(in crate::capi) undo: Undo,
-    rules: Lock<Rules>,
+    /// The coefficients of the round; `None` before the first one.
+    rule: Lock<Option<Arc<dyn RoundRule>>>,
     opener: OpeningProcess,
     /// Uploads and GPU steps of each bucket. Dropped after the engine, which uses them.
     pub(in crate::capi) devices: Lock<HashMap<u32, Publication>>,
 }
 
 handle!(spw_spec, "spec", opener, "the speculation engine");
-
-/// The coefficients of the round.
-#[derive(Clone, Copy)]
-pub(in crate::capi) enum Rules {
-    None,
-    Adam(AdamRule),
-    Adagrad(AdagradRule),
-    Lion(LionRule),
-}
 
 /// Creates an engine (SuperOffload section 4.4, "speculation-then-validation"). The order of calls in a round is at the
 /// head of this header.
@@ -113,7 +105,7 @@ pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mu
             let engine = Engine::open(options.buckets, publish, Rounds::Speculation)
                 .map_err(|error| error.within("options."))?;
             let opener = OpeningProcess::current();
-            Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), opener, devices: Lock::default() })
+            Ok(spw_spec { engine, undo, rule: Lock::default(), opener, devices: Lock::default() })
         };
         spec_out.open(open)
     })
@@ -145,39 +137,18 @@ pub extern "C" fn spw_spec_begin_adam(
     options: In<spw_adam_options>,
     max_norm: f64,
 ) -> spw_status {
-    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adam))
+    guard(|| begin(spec, options, max_norm))
 }
 
-/// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_spec_begin_adagrad(
-    spec: Option<&spw_spec>,
-    options: In<spw_adagrad_options>,
-    max_norm: f64,
-) -> spw_status {
-    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adagrad))
-}
-
-/// Opens a round of Lion steps, as `spw_spec_begin_adam`.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_spec_begin_lion(
-    spec: Option<&spw_spec>,
-    options: In<spw_lion_options>,
-    max_norm: f64,
-) -> spw_status {
-    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Lion))
-}
-
-fn begin<O: StepOptions>(
+/// Opens a round of steps with `options`.
+pub(in crate::capi) fn begin<O: StepOptions + 'static>(
     spec: Option<&spw_spec>,
     options: In<O>,
     max_norm: f64,
-    grad_scale: impl Fn(&O) -> f64,
-    rules: impl Fn(O::Rule) -> Rules,
 ) -> Result<()> {
     let options = options.read("options")?;
-    let rules = rules(options.rule()?);
-    handle::get(spec)?.begin(rules, Clip::new(max_norm, grad_scale(&options))?)
+    let rule = Arc::new(RuleOf::<O>(options.rule()?));
+    handle::get(spec)?.begin(rule, Clip::new(max_norm, options.grad_scale())?)
 }
 
 /// Reads the counters.
@@ -204,29 +175,24 @@ pub extern "C" fn spw_spec_close(spec: Option<Box<spw_spec>>) -> spw_status {
 }
 
 impl spw_spec {
-    fn begin(&self, rules: Rules, clip: Clip) -> Result<()> {
-        let mut mine = self.rules();
+    fn begin(&self, rule: Arc<dyn RoundRule>, clip: Clip) -> Result<()> {
+        let mut mine = self.rule.lock();
         self.engine.begin(clip)?;
-        *mine = rules;
+        *mine = Some(rule);
         Ok(())
     }
 
     /// The coefficients of the round, if it takes this bucket now.
-    pub(in crate::capi) fn rules_for(&self, bucket: u32) -> Result<Rules> {
-        let rules = *self.rules();
+    pub(in crate::capi) fn rule_for(&self, bucket: u32) -> Result<Arc<dyn RoundRule>> {
+        let rule = self.rule.lock().clone();
         self.engine.may_submit(bucket)?;
-        Ok(rules)
+        rule.ok_or_else(|| Rounds::Speculation.error(RoundKind::NotBegun))
     }
 
-    /// As [`spw_spec::rules_for`]. Errors: the round is not of Adam.
+    /// As [`spw_spec::rule_for`]. Errors: the round is not of Adam.
     pub(in crate::capi) fn adam_round_for(&self, bucket: u32) -> Result<AdamRule> {
-        match self.rules_for(bucket)? {
-            Rules::Adam(rule) => Ok(rule),
-            _ => Err(Error::invalid("spec", "has no open round of Adam; call spw_spec_begin_adam first")),
-        }
-    }
-
-    fn rules(&self) -> Guard<'_, Rules> {
-        self.rules.lock()
+        self.rule_for(bucket)?.adam().ok_or_else(|| {
+            Error::invalid("spec", "has no open round of Adam; call spw_spec_begin_adam first")
+        })
     }
 }

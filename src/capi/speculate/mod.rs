@@ -25,6 +25,8 @@
 //! With several ranks, add up `stats` over all ranks before `spw_spec_resolve`. A complete example is
 //! examples_c/speculate.c.
 
+pub(in crate::capi) mod rule;
+
 pub mod engine;
 
 pub mod bucket;

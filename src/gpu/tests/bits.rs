@@ -198,7 +198,7 @@ fn adam_on_the_gpu_has_the_bits_of_the_processor() {
     assert_eq!(cases, 17 * (3 * LENGTHS.len() * 2 + 14 * 2));
     fakecuda::with(0, |gpu| {
         assert_eq!(gpu.races(), [""; 0]);
-        assert_eq!((gpu.pageable_copies, &gpu.failures[..]), (0, &[][..]));
+        assert_eq!((gpu.pageable_copies, &gpu.queues.failures[..]), (0, &[][..]));
     });
 }
 

@@ -46,7 +46,7 @@ fn copies_keep_their_memory_and_the_code_of_their_casts() {
     device.set_patience(SHORT);
     fakecuda::with(71, |gpu| gpu.stalled = true);
     let ticket = transfers.start(&copy).unwrap();
-    times_out(transfers.settle(ticket));
+    times_out(transfers.wait_patiently(ticket));
     times_out(transfers.finish());
     drop((copy, kernels, transfers));
     let alive = |of: usize| fakecuda::with(71, |gpu| gpu.alive()[of]);
@@ -55,7 +55,7 @@ fn copies_keep_their_memory_and_the_code_of_their_casts() {
     assert_eq!(alive(4), 1, "the owner let go, and the copy did not");
     fakecuda::resume(71);
     until(|| fakecuda::with(71, |gpu| gpu.queued() == 0));
-    fakecuda::with(71, |gpu| assert_eq!((gpu.races(), &gpu.failures[..]), (&[][..], &[][..])));
+    fakecuda::with(71, |gpu| assert_eq!((gpu.races(), &gpu.queues.failures[..]), (&[][..], &[][..])));
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn steps_keep_their_tables_and_their_code() {
     fakecuda::with(72, |gpu| assert_eq!((gpu.alive()[2], gpu.memory_used()), (3, used)));
     fakecuda::resume(72);
     framework.synchronize().unwrap();
-    fakecuda::with(72, |gpu| assert_eq!((gpu.races(), &gpu.failures[..]), (&[][..], &[][..])));
+    fakecuda::with(72, |gpu| assert_eq!((gpu.races(), &gpu.queues.failures[..]), (&[][..], &[][..])));
 }
 
 /// One thread waits in the driver, however often a record is waited for; another record is another wait.

@@ -98,7 +98,7 @@ fn a_step_has_one_launch_and_with_sums_two_whatever_the_number_of_tensors() {
         assert_eq!(step(&two, true), [2, table, 1], "other coefficients of two kinds of {tensors}");
     }
     fakecuda::with(58, |gpu| {
-        assert_eq!((gpu.races(), &gpu.failures[..], gpu.pageable_copies), (&[][..], &[][..], 0));
+        assert_eq!((gpu.races(), &gpu.queues.failures[..], gpu.pageable_copies), (&[][..], &[][..], 0));
     });
 }
 
@@ -151,7 +151,7 @@ fn steps_of_tensors_that_move_wait_for_nothing() {
         assert!(stalled.join().unwrap() == expected);
     });
     assert_ne!(expected, values);
-    fakecuda::with(60, |gpu| assert_eq!((gpu.races(), &gpu.failures[..]), (&[][..], &[][..])));
+    fakecuda::with(60, |gpu| assert_eq!((gpu.races(), &gpu.queues.failures[..]), (&[][..], &[][..])));
 }
 
 /// A tensor on both sides.
@@ -219,6 +219,6 @@ fn a_list_of_all_types_lengths_and_options_has_the_bits_of_the_processor() {
         }
     }
     fakecuda::with(61, |gpu| {
-        assert_eq!((gpu.races(), &gpu.failures[..], gpu.pageable_copies), (&[][..], &[][..], 0));
+        assert_eq!((gpu.races(), &gpu.queues.failures[..], gpu.pageable_copies), (&[][..], &[][..], 0));
     });
 }

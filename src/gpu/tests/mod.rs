@@ -53,7 +53,7 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
 /// From now on no work of fake GPU `ordinal` ends, and a call that queues work blocks after `space` operations.
 pub(crate) fn fill(ordinal: u32, stream: &Stream, space: usize) {
     stream.record(&GpuEvent::new(stream.device()).unwrap()).unwrap();
-    fakecuda::with(ordinal, |gpu| (gpu.stalled, gpu.limits.depth) = (true, gpu.queued() + space));
+    fakecuda::with(ordinal, |gpu| (gpu.stalled, gpu.queues.limits.depth) = (true, gpu.queued() + space));
 }
 
 /// Runs `call` until fake GPU `ordinal`, which is stalled, blocks it. Meanwhile `others` returns. Then the GPU goes on.
@@ -67,7 +67,7 @@ pub(crate) fn while_blocked(ordinal: u32, call: impl FnOnce() + Send, others: im
             std::thread::yield_now();
         }
         let returned = others.is_finished() && !blocked.is_finished();
-        fakecuda::with(ordinal, |gpu| gpu.limits.depth = 1024);
+        fakecuda::with(ordinal, |gpu| gpu.queues.limits.depth = 1024);
         fakecuda::resume(ordinal);
         others.join().unwrap();
         blocked.join().unwrap();

@@ -324,7 +324,7 @@ fn narrow_states_on_the_gpu_have_the_bits_of_the_processor() {
         }
     }
     assert!(cases > 3000, "{cases} cases");
-    fakecuda::with(91, |gpu| assert_eq!((gpu.races().len(), gpu.failures.len()), (0, 0)));
+    fakecuda::with(91, |gpu| assert_eq!((gpu.races().len(), gpu.queues.failures.len()), (0, 0)));
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn copies_that_wait_leave_space_in_the_driver() {
     let mut fixture = Fixture::new(64);
     let (_memory, floats) = fixture.memory(Dtype::Bf16, 10);
     let host = fixture.pinned(&[0; 20]);
-    fakecuda::with(64, |gpu| (gpu.stalled, gpu.limits.depth) = (true, 2 * DEPTH + 1));
+    fakecuda::with(64, |gpu| (gpu.stalled, gpu.queues.limits.depth) = (true, 2 * DEPTH + 1));
     let mut last = 0;
     for _ in 0..COPIES {
         for direction in BOTH {
@@ -54,7 +54,7 @@ fn copies_that_wait_leave_space_in_the_driver() {
     fixture.transfers.wait(last, None).unwrap();
     fixture.transfers.finish().unwrap();
     assert_eq!(calls(64, "cuMemcpyDtoHAsync_v2"), COPIES);
-    fakecuda::with(64, |gpu| assert_eq!(gpu.blocked, 0));
+    fakecuda::with(64, |gpu| assert_eq!(gpu.queues.blocked, 0));
 }
 
 /// The framework has filled the driver's queue.
@@ -64,7 +64,7 @@ fn a_call_waits_neither_for_space_in_the_driver_nor_for_the_other_direction() {
     let (_memory, floats) = fixture.memory(Dtype::Bf16, 10);
     let host = fixture.pinned(&[0; 20]);
     fixture.framework.record(&fixture.there).unwrap();
-    fakecuda::with(65, |gpu| (gpu.stalled, gpu.limits.depth) = (true, gpu.queued()));
+    fakecuda::with(65, |gpu| (gpu.stalled, gpu.queues.limits.depth) = (true, gpu.queued()));
     let tickets = BOTH.map(|direction| {
         let calls = [(); 3].map(|()| copy(direction, floats, host.clone()));
         calls.map(|copy| fixture.transfers.start(&copy).unwrap())

@@ -111,7 +111,7 @@ fn a_table_whose_upload_failed_is_uploaded_again() {
     fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), false).unwrap_err();
     fixture.steps.adam(&fixture.jobs(), foreign(&fixture.framework), false).unwrap();
     fixture.framework.synchronize().unwrap();
-    fakecuda::with(57, |gpu| assert_eq!((gpu.races(), &gpu.failures[..]), (&[][..], &[][..])));
+    fakecuda::with(57, |gpu| assert_eq!((gpu.races(), &gpu.queues.failures[..]), (&[][..], &[][..])));
 }
 
 #[test]

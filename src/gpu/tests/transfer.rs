@@ -329,7 +329,7 @@ fn a_new_copy_asks_for_the_oldest_alone() {
 #[test]
 fn a_copy_is_timed_by_the_device() {
     let mut fixture = Fixture::new(27);
-    fakecuda::with(27, |gpu| gpu.limits.rates = [1e6, 2e6, 0.0]);
+    fakecuda::with(27, |gpu| gpu.queues.limits.rates = [1e6, 2e6, 0.0]);
     let (_memory, floats) = fixture.memory(Dtype::Bf16, 4000);
     for (direction, host_dtype, seconds) in [
         (Direction::H2d, Dtype::F32, 0.016),

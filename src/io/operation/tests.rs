@@ -30,14 +30,14 @@ fn handles_leave_the_top_bit_free_however_many_were_given() {
 
 #[test]
 fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_closed() {
-    let shared = Shared::new(None);
+    let shared = DriverLink::new(None);
     let now = Instant::now();
     let handle = shared.state.lock().admit(|handle| under_way(handle, now, Some(now))).0;
     drop(shared.expire(shared.state.lock(), now));
     shared.turns.fetch_add(2, Ordering::Release);
     drop(shared.expire(shared.state.lock(), now));
     assert_eq!(shared.state.lock().stuck.get(&7), Some(&1));
-    // As in `Shared::finish` before it closes files; a waiter takes the outcome meanwhile.
+    // As in `DriverLink::finish` before it closes files; a waiter takes the outcome meanwhile.
     let op = shared.state.lock().entry(handle).unwrap().op.take().unwrap();
     assert!(matches!(shared.state.lock().take(handle), Ok(Some(Err(_)))));
     let ended = Ended::new(&op, Ok(1));
@@ -48,7 +48,7 @@ fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_
 #[test]
 fn time_in_which_the_process_did_not_run_is_no_stall() {
     let io_timeout = Duration::from_secs(1);
-    let shared = Shared::new(Some(io_timeout));
+    let shared = DriverLink::new(Some(io_timeout));
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
     let handle = shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
@@ -73,7 +73,7 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
 
 #[test]
 fn a_stop_before_the_first_check_is_no_stall() {
-    let shared = Shared::new(Some(Duration::from_secs(1)));
+    let shared = DriverLink::new(Some(Duration::from_secs(1)));
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
     shared.state.lock().admit(|handle| under_way(handle, long_ago, None));
@@ -83,7 +83,7 @@ fn a_stop_before_the_first_check_is_no_stall() {
 
 #[test]
 fn a_completion_ends_a_stall_of_the_operations_beside_it() {
-    let shared = Shared::new(Some(Duration::from_secs(1)));
+    let shared = DriverLink::new(Some(Duration::from_secs(1)));
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
     let given = now + Duration::from_secs(60);

@@ -10,7 +10,7 @@ use super::faults::{SECTOR_512, buffers};
 use crate::io::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use crate::io::driver::{Bounce, Driver};
 use crate::io::file::File;
-use crate::io::operation::{Operation, Shared};
+use crate::io::operation::{DriverLink, Operation};
 use crate::io::options::TurnOptions;
 
 const BLOCK: usize = 4096;
@@ -101,7 +101,7 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
     let buffers = buffers(BLOCK, 1);
     let span = buffers[0].span();
     let file = Arc::new(File::named("file", 1, Some(SECTOR_512)));
-    let shared = Arc::new(Shared::new(None));
+    let shared = Arc::new(DriverLink::new(None));
     for n in 0..count {
         shared.state.lock().admit(|handle| Operation {
             handle,

@@ -27,7 +27,7 @@ use crate::kernel::AdamRule;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::Shape;
 use spillway_planner::interleave::placements::Plan;
-use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, Part, Work};
+use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, ParamRange, Work};
 
 /// Lanes with a CUDA stream of their own.
 const STREAMS: [Lane; 5] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident];
@@ -118,7 +118,7 @@ impl Gpu {
                 if let Some(part) = whole.stretch() {
                     let size = self.memory.size(work.subgroup());
                     (first, last) = (part.from == 0, part.from + part.len == size);
-                    *part = Part { from: 0, len: size };
+                    *part = ParamRange { from: 0, len: size };
                 }
                 if first {
                     self.start_timing(stream, lane)?;

@@ -18,7 +18,7 @@ use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::memory::RESERVE;
 use spillway_planner::interleave::placements::{Placement, Plan};
-use spillway_planner::interleave::schedule::{PAIR, Part, StateArray, Work};
+use spillway_planner::interleave::schedule::{PAIR, ParamRange, StateArray, Work};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// Bytes of an f32.
@@ -49,7 +49,7 @@ impl Pinned {
         Ok(Pinned { _buffer: Some(buffer), ..pinned })
     }
 
-    fn part(&self, part: Part) -> HostSpan {
+    fn part(&self, part: ParamRange) -> HostSpan {
         let size = self.floats.dtype().size();
         self.span.part(part.from as usize * size, part.len as usize * size)
     }
@@ -114,19 +114,19 @@ impl DeviceSlot {
         Ok(DeviceSlot { memory, stride, grad: grad.unwrap_or(Dtype::F32) })
     }
 
-    fn state(&self, state: StateArray, part: Part) -> Result<DeviceFloats> {
+    fn state(&self, state: StateArray, part: ParamRange) -> Result<DeviceFloats> {
         let from = state as u64 * self.stride + part.from * WORD;
         DeviceFloats::new(self.memory.span().part(from, part.len * WORD), Dtype::F32, "slot")
     }
 
-    fn grad(&self, part: Part) -> Result<DeviceFloats> {
+    fn grad(&self, part: ParamRange) -> Result<DeviceFloats> {
         let size = self.grad.size() as u64;
         let span = self.memory.span().part(3 * self.stride + part.from * size, part.len * size);
         DeviceFloats::new(span, self.grad, "slot")
     }
 
     fn states(&self, len: u64) -> Result<DeviceStates> {
-        let whole = Part { from: 0, len };
+        let whole = ParamRange { from: 0, len };
         Ok(DeviceStates {
             exp_avg: self.state(StateArray::ExpAvg, whole)?,
             exp_avg_sq: self.state(StateArray::ExpAvgSq, whole)?,
@@ -290,7 +290,7 @@ impl Memory {
             }
             Work::Upload { stage, .. } => match own.copy {
                 Some(copy) => {
-                    let whole = Part { from: 0, len: copy.len() };
+                    let whole = ParamRange { from: 0, len: copy.len() };
                     stream.upload(&self.stage(stage, copy.dtype())?.part(whole), copy.span())
                 }
                 None => Ok(()),
@@ -352,7 +352,7 @@ impl Memory {
 
     /// Copies a part of a resident's state to host memory. After the last part the resident's memory is kept in
     /// `evicted` until all copies are complete.
-    fn evict(&self, stream: &Stream, subgroup: usize, state: StateArray, part: Part) -> Result<()> {
+    fn evict(&self, stream: &Stream, subgroup: usize, state: StateArray, part: ParamRange) -> Result<()> {
         let home = self.subgroups[subgroup].states[state as usize].part(part);
         stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
         if state == StateArray::Param && part.from + part.len == self.shape.sizes[subgroup] {
@@ -372,8 +372,8 @@ impl Memory {
         Ok(())
     }
 
-    fn whole(&self, subgroup: usize) -> Part {
-        Part { from: 0, len: self.shape.sizes[subgroup] }
+    fn whole(&self, subgroup: usize) -> ParamRange {
+        ParamRange { from: 0, len: self.shape.sizes[subgroup] }
     }
 
     fn host_grad(&self, subgroup: usize) -> Result<Arc<Pinned>> {
@@ -394,7 +394,7 @@ impl Memory {
         self.residents[subgroup].get(|| DeviceSlot::new(&self.device, self.shape.sizes[subgroup], None))
     }
 
-    fn chunk(&self, buffer: usize, part: Part) -> Result<DeviceFloats> {
+    fn chunk(&self, buffer: usize, part: ParamRange) -> Result<DeviceFloats> {
         let most = self.shape.chunk.min(self.shape.largest()) * WORD;
         let memory = self.chunks[buffer].get(|| DeviceMemory::new(&self.device, most))?;
         DeviceFloats::new(memory.span().part(0, part.len * WORD), Dtype::F32, "chunk")

@@ -18,7 +18,7 @@ use crate::kernel::AdamRule;
 use crate::sys::deferred::Deferred;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
-use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, ParamRange, StateArray, Work};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// The arrays of one subgroup.
@@ -233,7 +233,7 @@ impl Memory {
         }
     }
 
-    fn evict(&self, subgroup: usize, state: StateArray, part: Part) -> Result<()> {
+    fn evict(&self, subgroup: usize, state: StateArray, part: ParamRange) -> Result<()> {
         let resident = &self.residents[subgroup][state as usize];
         copy(&*resident.get()?, range(part), &self.subgroups[subgroup].states[state as usize], range(part))?;
         if part.from + part.len == self.shape.sizes[subgroup] {
@@ -275,11 +275,11 @@ fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
     Ok(grad)
 }
 
-fn range(part: Part) -> Range<usize> {
+fn range(part: ParamRange) -> Range<usize> {
     part.from as usize..(part.from + part.len) as usize
 }
 
-fn first(part: Part) -> Range<usize> {
+fn first(part: ParamRange) -> Range<usize> {
     0..part.len as usize
 }
 

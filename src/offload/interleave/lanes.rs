@@ -42,21 +42,22 @@ struct LaneState {
     running: usize,
 }
 
-struct Shared {
+struct LaneBoard {
     state: Lock<LaneState>,
     changed: Signal,
 }
 
 /// Lanes with one thread each. The other lanes run on threads of the caller.
 pub struct Lanes {
-    shared: Arc<Shared>,
+    shared: Arc<LaneBoard>,
     queues: Vec<Option<Sender<Item>>>,
 }
 
 impl Lanes {
     /// Starts a thread for each of `lanes`.
     pub fn start(lanes: &[Lane]) -> Result<Lanes> {
-        let shared = Arc::new(Shared { state: Lock::new(LaneState::default()), changed: Signal::default() });
+        let shared =
+            Arc::new(LaneBoard { state: Lock::new(LaneState::default()), changed: Signal::default() });
         let mut started = Lanes { shared, queues: Lane::ALL.iter().map(|_| None).collect() };
         for lane in lanes {
             let (sender, receiver) = channel();
@@ -140,7 +141,7 @@ impl LaneState {
     }
 }
 
-impl Shared {
+impl LaneBoard {
     fn serve(&self, queue: &Receiver<Item>) {
         while let Ok(item) = queue.recv() {
             match item {

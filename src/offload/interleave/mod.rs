@@ -14,7 +14,6 @@
 //! | `lanes` | host threads and events that behave like the streams and events of a device |
 //! | [`recalibrate`] | rates from the timings of every step; when to change the plan |
 //! | [`trace`] | a timeline of one step |
-//! | `races` | a backend that detects missing order with vector clocks (tests) |
 #![forbid(unsafe_code)]
 
 mod arrays;
@@ -28,8 +27,6 @@ pub mod machine;
 pub mod recalibrate;
 pub mod trace;
 
-#[cfg(test)]
-mod races;
 #[cfg(test)]
 mod tests;
 

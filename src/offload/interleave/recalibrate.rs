@@ -247,7 +247,7 @@ fn move_towards(rate: &mut f64, slowed: f64, mut sample: Sample) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use spillway_planner::interleave::schedule::{Lane, Part, StateArray};
+    use spillway_planner::interleave::schedule::{Lane, ParamRange, StateArray};
 
     const KNOWN: Rates = Rates {
         cpu: 2e9,
@@ -287,7 +287,7 @@ mod tests {
     fn time_in_which_two_copies_share_an_engine_counts_once() {
         let shape = Shape::uniform(2, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
-        let part = Part { from: 0, len: 100_000_000 };
+        let part = ParamRange { from: 0, len: 100_000_000 };
         let seconds = 1.5e8 / KNOWN.h2d;
         let prefetch = Work::Prefetch { subgroup: 0, slot: 0, state: StateArray::Param, part };
         let both = [(Lane::H2d, prefetch), (Lane::Upload, Work::Upload { subgroup: 1, stage: 0 })];

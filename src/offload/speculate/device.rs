@@ -44,9 +44,9 @@ impl Ready {
     }
 
     /// Blocks the calling thread until the parameters are there. Errors: `Timeout` after the device's patience.
-    fn settle(&self) -> Result<()> {
+    fn wait(&self) -> Result<()> {
         let marks = self.marks().clone();
-        marks.iter().try_for_each(Mark::settle)?;
+        marks.iter().try_for_each(Mark::wait)?;
         // A bucket runs one task at a time: no mark was added meanwhile.
         self.marks().clear();
         Ok(())
@@ -58,9 +58,9 @@ impl Ready {
 }
 
 impl Mark {
-    fn settle(&self) -> Result<()> {
+    fn wait(&self) -> Result<()> {
         match self {
-            Mark::Upload(transfers, ticket) => transfers.settle(*ticket),
+            Mark::Upload(transfers, ticket) => transfers.wait_patiently(*ticket),
             Mark::Step(event) => event.wait(),
         }
     }
@@ -73,7 +73,7 @@ impl Drop for Ready {
         // lost context, or the context of another process, copies nothing any more. If the device hangs, its transfers
         // keep the host memory.
         let marks = self.0.get_mut();
-        let _ = marks.iter().try_for_each(Mark::settle);
+        let _ = marks.iter().try_for_each(Mark::wait);
     }
 }
 
@@ -139,7 +139,7 @@ impl Bucket for Published {
         if !matches!(task, Task::Measure | Task::Pass)
             && (task != Task::Commit || self.publish == Publish::Final)
         {
-            self.to.ready.settle()?;
+            self.to.ready.wait()?;
         }
         let seen = self.work.run(task, recording)?;
         if self.publishes(task) {

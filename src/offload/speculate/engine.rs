@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::bucket::{Bucket, Publish};
 use super::clip::{Clip, Verdict};
-use super::executor::{self, Inner, Shared};
+use super::executor::{self, Inner, RoundBoard};
 use super::round::{Counts, Progress};
 use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::optim::StepStats;
@@ -24,7 +24,7 @@ const MAX_BUCKETS: u32 = 1 << 20;
 /// Steps buckets before their verdict is known. Thread-safe.
 pub struct Engine {
     publish: Publish,
-    shared: Arc<Shared>,
+    shared: Arc<RoundBoard>,
 }
 
 /// The verdict of a round and its consequences.
@@ -56,7 +56,7 @@ impl Engine {
         if !(1..=MAX_BUCKETS).contains(&buckets) {
             return Err(Error::invalid("buckets", format!("{buckets} is not between 1 and {MAX_BUCKETS}")));
         }
-        let shared = Arc::new(Shared::new(buckets, of)?);
+        let shared = Arc::new(RoundBoard::new(buckets, of)?);
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
             .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;

@@ -22,7 +22,7 @@ use crate::sys::sync::{Lock, Signal};
 use crate::sys::try_vec;
 
 /// State shared by the callers and the executor.
-pub struct Shared {
+pub struct RoundBoard {
     pub inner: Lock<Inner>,
     /// Signalled when a bucket changes its state or the executor ends.
     pub changed: Signal,
@@ -58,9 +58,9 @@ pub struct Job {
     recording: Recording,
 }
 
-impl Shared {
-    /// Shared state for rounds of `buckets` buckets; `of` is the subject of their errors.
-    pub fn new(buckets: u32, of: Rounds) -> Result<Shared> {
+impl RoundBoard {
+    /// RoundBoard state for rounds of `buckets` buckets; `of` is the subject of their errors.
+    pub fn new(buckets: u32, of: Rounds) -> Result<RoundBoard> {
         let waker = EventFd::new().map_err(|error| Error::system("creating an eventfd", &error))?;
         let inner = Inner {
             round: Round::new(buckets as usize, of)?,
@@ -70,7 +70,7 @@ impl Shared {
             executor_gone: false,
             exposed: Duration::ZERO,
         };
-        Ok(Shared { inner: Lock::new(inner), changed: Signal::default(), waker: Arc::new(waker) })
+        Ok(RoundBoard { inner: Lock::new(inner), changed: Signal::default(), waker: Arc::new(waker) })
     }
 }
 
@@ -169,8 +169,8 @@ pub fn run(job: Option<Job>) -> Option<(Job, Result<StepStats>)> {
 }
 
 /// Body of the executor thread: runs tasks until the engine closes and the round is idle.
-pub fn execute(shared: &Shared) {
-    struct Gone<'a>(&'a Shared);
+pub fn execute(shared: &RoundBoard) {
+    struct Gone<'a>(&'a RoundBoard);
     impl Drop for Gone<'_> {
         fn drop(&mut self) {
             self.0.inner.lock().executor_gone = true;

@@ -51,7 +51,7 @@ impl Stage {
     pub fn submit(&self, work: Box<dyn Bucket>, event: Option<Event>, target: Option<Target>) -> Result<()> {
         let publish = self.options.publish;
         let work = match target {
-            Some(target) => Box::new(Published::new(work, publish, target.claim()?)),
+            Some(target) => Box::new(Published::new(work, publish, target.reserve()?)),
             None => work,
         };
         self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event)

@@ -58,64 +58,66 @@ impl Target {
         Ok(Target { arena: Arc::clone(arena), region, generation, covered })
     }
 
-    /// Claims the region. Errors: another writer or stage has it (`Busy`); it has this generation already; it is torn, and
+    /// Reserves the region. Errors: another writer or stage has it (`Busy`); it has this generation already; it is torn, and
     /// the copies cover only a part of it.
-    pub fn claim(self) -> Result<Claim> {
+    pub fn reserve(self) -> Result<ReservedRegion> {
         let Target { arena, region, generation, covered } = self;
-        let torn = arena.claim(region, generation).map_err(|error| error.within("target."))?;
-        let claim = Claim { arena, region, state: Held::Claimed };
+        let torn = arena.reserve(region, generation).map_err(|error| error.within("target."))?;
+        let reserved = ReservedRegion { arena, region, state: Held::Reserved };
         match torn && !covered {
-            true => Err(claim.arena.torn_error(region, "the copies of the stage cover only a part of it")?),
-            false => Ok(claim),
+            true => {
+                Err(reserved.arena.torn_error(region, "the copies of the stage cover only a part of it")?)
+            }
+            false => Ok(reserved),
         }
     }
 }
 
-/// How much of a claimed region may have changed.
+/// How much of a reserved region may have changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Held {
     /// Nothing.
-    Claimed,
+    Reserved,
     /// It is in a write.
     InWrite,
-    /// The claim is over.
+    /// The reservation is over.
     Over,
 }
 
-/// A region that a stage has claimed.
+/// A region that a stage has reserved.
 #[derive(Debug)]
-pub struct Claim {
+pub struct ReservedRegion {
     arena: Arc<Arena>,
     region: u32,
     state: Held,
 }
 
-impl Claim {
+impl ReservedRegion {
     fn begin(&mut self) -> Result<()> {
-        if self.state == Held::Claimed {
-            self.arena.write_claimed(self.region)?;
+        if self.state == Held::Reserved {
+            self.arena.write_reserved(self.region)?;
             self.state = Held::InWrite;
         }
         Ok(())
     }
 
-    /// Ends the claim. `kept`: the region gets its new generation. Otherwise its bytes are as before.
+    /// Ends the reservation. `kept`: the region gets its new generation. Otherwise its bytes are as before.
     fn end(&mut self, kept: bool) -> Result<()> {
         match (std::mem::replace(&mut self.state, Held::Over), kept) {
             (Held::Over, _) => Ok(()),
-            (Held::Claimed, _) => self.arena.unclaim(self.region),
-            (Held::InWrite, true) => self.arena.claimed_end(self.region),
-            (Held::InWrite, false) => self.arena.claimed_abort(self.region, true),
+            (Held::Reserved, _) => self.arena.unreserve(self.region),
+            (Held::InWrite, true) => self.arena.reserved_end(self.region),
+            (Held::InWrite, false) => self.arena.reserved_abort(self.region, true),
         }
     }
 }
 
-impl Drop for Claim {
+impl Drop for ReservedRegion {
     fn drop(&mut self) {
         // An error means that this is a forked child, which has no part in its parent's write.
         let _ = match self.state {
-            Held::InWrite => self.arena.claimed_abort(self.region, false),
-            Held::Claimed | Held::Over => self.end(false),
+            Held::InWrite => self.arena.reserved_abort(self.region, false),
+            Held::Reserved | Held::Over => self.end(false),
         };
     }
 }
@@ -124,13 +126,13 @@ impl Drop for Claim {
 pub struct Published {
     work: Box<dyn Bucket>,
     publish: Publish,
-    claim: Claim,
+    region: ReservedRegion,
 }
 
 impl Published {
     /// Wraps `work`.
-    pub fn new(work: Box<dyn Bucket>, publish: Publish, claim: Claim) -> Published {
-        Published { work, publish, claim }
+    pub fn new(work: Box<dyn Bucket>, publish: Publish, region: ReservedRegion) -> Published {
+        Published { work, publish, region }
     }
 }
 
@@ -144,13 +146,13 @@ impl Bucket for Published {
             Task::Redo(_) | Task::Step(_) => true,
         };
         if writes {
-            self.claim.begin()?;
+            self.region.begin()?;
         }
         let seen = self.work.run(task, recording)?;
         match task {
             Task::Measure | Task::Pass | Task::Speculate => {}
-            Task::Rollback => self.claim.end(false)?,
-            Task::Commit | Task::Redo(_) | Task::Step(_) => self.claim.end(true)?,
+            Task::Rollback => self.region.end(false)?,
+            Task::Commit | Task::Redo(_) | Task::Step(_) => self.region.end(true)?,
         }
         Ok(seen)
     }

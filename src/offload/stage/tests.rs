@@ -73,7 +73,7 @@ fn copies_are_written_only_in_a_write_and_every_end_has_its_generation() {
     for (publish, tasks, in_write, generation) in cases {
         let arena = arena();
         let (work, told) = fake(Some(&arena));
-        let mut bucket = Published::new(work, publish, target(&arena, 3).claim().unwrap());
+        let mut bucket = Published::new(work, publish, target(&arena, 3).reserve().unwrap());
         for task in tasks {
             bucket.run(*task, &mut Recording::default()).unwrap();
         }
@@ -108,7 +108,7 @@ fn a_target_that_cannot_be_is_refused() {
     assert!(new(0, (start, 100)).is_ok());
     assert!(new(0, (start, 101)).is_err() && new(0, (start - 1, 1)).is_err());
     assert!(new(0, (start, usize::MAX)).is_err() && new(1, (start, 1)).is_err());
-    let late = target(&arena, 0).claim().unwrap_err().to_string();
+    let late = target(&arena, 0).reserve().unwrap_err().to_string();
     assert!(late.starts_with("target.generation"), "{late}");
 }
 
@@ -153,16 +153,17 @@ fn a_torn_region_goes_to_a_stage_only_if_its_copies_cover_all_of_it() {
     arena.write_begin(0, 1).unwrap();
     arena.write_abort(0, false).unwrap();
     let start = arena.region(0).unwrap().span.address();
-    let claim =
-        |copies: &[(usize, usize)]| Target::new(&arena, 0, 1, lent_copies(copies)).unwrap().claim().map(drop);
+    let reserve = |copies: &[(usize, usize)]| {
+        Target::new(&arena, 0, 1, lent_copies(copies)).unwrap().reserve().map(drop)
+    };
     let parts: [&[(usize, usize)]; 4] =
         [&[], &[(start, 99)], &[(start + 1, 99)], &[(start + 60, 40), (start, 59), (start, 10)]];
     for copies in parts {
-        assert_eq!(claim(copies).unwrap_err().arena_kind(), Some(ArenaKind::Torn), "{copies:?}");
+        assert_eq!(reserve(copies).unwrap_err().arena_kind(), Some(ArenaKind::Torn), "{copies:?}");
     }
-    assert_eq!(claim(&[(start + 60, 40), (start + 10, 0), (start, 60), (start + 5, 10)]), Ok(()));
+    assert_eq!(reserve(&[(start + 60, 40), (start + 10, 0), (start, 60), (start + 5, 10)]), Ok(()));
     let torn = arena.read_begin(0, 0, AT_ONCE).unwrap_err();
-    assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn), "a claim that ends changes nothing");
+    assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn), "a reservation that ends changes nothing");
 }
 
 /// A job is submitted, not begun.

@@ -48,12 +48,12 @@ pub struct Beside {
     layout: Layout,
     /// Told when an update begins and ends.
     claim: Arc<UpdateClaim>,
-    shared: Arc<Shared>,
+    shared: Arc<ThreadLink>,
 }
 
 /// What the callers and the thread share.
 #[derive(Debug)]
-struct Shared {
+struct ThreadLink {
     inner: Lock<Inner>,
     /// Signalled when an update has its outcome, and when the thread ends.
     changed: Signal,
@@ -121,7 +121,7 @@ impl Beside {
             exposed: Duration::ZERO,
             swap: Some(Box::new(swap)),
         };
-        let shared = Arc::new(Shared { inner: Lock::new(inner), changed: Signal::default(), bell });
+        let shared = Arc::new(ThreadLink { inner: Lock::new(inner), changed: Signal::default(), bell });
         Beside { layout, claim, shared }
     }
 
@@ -365,7 +365,7 @@ fn abandoned() -> Error {
 }
 
 /// The thread: runs updates until none is begun.
-fn run(shared: &Shared) {
+fn run(shared: &ThreadLink) {
     loop {
         let mut inner = shared.inner.lock();
         // A thread that starts late finds that another one runs the update, or that it was abandoned.
@@ -420,7 +420,7 @@ impl Inner {
     }
 }
 
-impl Shared {
+impl ThreadLink {
     /// What callers told the thread since the last call. Errors: the update was abandoned.
     fn letters(&self) -> Result<Vec<Letter>> {
         let mut inner = self.inner.lock();
@@ -472,7 +472,7 @@ impl Shared {
 
 impl Swap {
     /// Runs one update until its writes have ended, or until the next one is begun and all its own writes have started.
-    fn serve(&mut self, shared: &Shared, options: BesideOptions) -> Result<()> {
+    fn serve(&mut self, shared: &ThreadLink, options: BesideOptions) -> Result<()> {
         let mut stepped = |subgroup: usize, _: &[f32]| {
             shared.stepped(subgroup);
             Ok(())

@@ -21,6 +21,7 @@ pub mod encoding;
 mod extents;
 pub mod master;
 mod moment;
+mod options;
 pub mod pipeline;
 mod placement;
 mod slots;
@@ -39,7 +40,6 @@ use timeline::{Timeline, Work};
 use traffic::{Direction, Traffic};
 
 use crate::error::{Error, Result};
-use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::promise::Promise;
 use crate::tier::commit::CommitBeside;
@@ -48,24 +48,7 @@ use crate::trace::Trace;
 
 pub use encoding::{exported_tensors, tensors_of};
 pub use moment::{MomentMut, SubgroupState};
-
-/// Settings of a tiered update.
-#[derive(Debug, Clone)]
-pub struct SwapOptions {
-    /// Number of elements of each subgroup.
-    pub subgroups: Vec<u64>,
-    /// Encoding in which state is stored: a split master needs the 16-bit copies at every step.
-    pub usual: Encoding,
-    /// Maximum bytes of host memory for state.
-    pub memory_budget: u64,
-    /// Kind of memory to allocate.
-    pub backing: Backing,
-    /// Share of each path; `None`: derived from measured bandwidth.
-    pub ratio: Option<Vec<f64>>,
-    /// Initial bandwidth of each path, in bytes per second. Empty: as stored states are divided. The paths of a new tier are
-    /// measured for a large state; for another one all are equal, until the first writes show them.
-    pub speeds: Vec<f64>,
-}
+pub use options::SwapOptions;
 
 /// Counts since open.
 #[derive(Debug, Clone, PartialEq)]

@@ -18,6 +18,7 @@ use crate::optim;
 use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
 use crate::pool::buffer::Buffer;
+use crate::pool::region::Backing;
 use crate::sys::span::Span;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Mode, PathLocation, PathOptions, TierOptions};

@@ -7,8 +7,8 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::SwapOptions;
 use super::encoding::{self, Encoding, Master};
+use super::options::SwapOptions;
 use super::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -44,7 +44,7 @@ struct Pending {
 const VERSIONS: u64 = 2;
 
 /// For each path, the number of consecutive blocks of an extent that it takes.
-pub(super) type Parts = Vec<(u32, u32)>;
+pub(super) type PathRuns = Vec<(u32, u32)>;
 
 /// Placement units of one subgroup, in the order of its blocks.
 #[derive(Debug)]
@@ -158,7 +158,7 @@ impl Traffic {
     }
 
     /// Chooses the paths for a write of a subgroup with a full or split master. Errors: no healthy path has room.
-    pub(super) fn place(&mut self, subgroup: usize, master: Master, tier: &Tier) -> Result<Parts> {
+    pub(super) fn place(&mut self, subgroup: usize, master: Master, tier: &Tier) -> Result<PathRuns> {
         let encoding = Encoding { master, ..self.usual };
         for (path, flow) in tier.flows().iter().enumerate() {
             self.placement.drain(path, flow.health != Health::Healthy);
@@ -192,7 +192,7 @@ impl Traffic {
         slot: usize,
         extent: u32,
         spans: &[TransferBuffer],
-        parts: Parts,
+        parts: PathRuns,
     ) -> Result<()> {
         let ticket = tier.write(extent, spans, &tier::ExtentPlacement::Striped(parts), None)?;
         self.pending.push(Pending { ticket, direction: Direction::Flush, slot });
@@ -289,7 +289,7 @@ fn first_speeds(blocks: Vec<u64>) -> Vec<f64> {
 
 /// Divides an extent among paths at block boundaries, as close as possible to the units that each path takes. The last
 /// block of a stream may be short.
-fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
+fn parts_of(taken: &[u64], shape: &Shape) -> PathRuns {
     let pieces = taken.iter().sum::<u64>().max(1);
     let bytes = shape.stored(0, shape.blocks());
     let (mut before, mut cut) = (0, 0);

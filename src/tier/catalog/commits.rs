@@ -1,36 +1,13 @@
 //! The part of the catalog that names, completes and gives up commits; see `catalog` for its invariants.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::{Catalog, Contents, Extent, Former, Health, PathState, same};
+use super::contents::{Contents, same};
+use super::named::{Commit, Named};
+use super::{Catalog, Extent, Former, Health, PathState};
 use crate::error::{Error, Result};
 use crate::tier::format::{ExtentRecord, PathRecord, Superblock};
-
-/// The commit in flight.
-#[derive(Debug, Clone, Default)]
-pub(super) enum Commit {
-    #[default]
-    None,
-    /// Other writers are refused.
-    Alone,
-    /// Writes continue.
-    Beside(Named),
-}
-
-/// What a commit beside writes names.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Named {
-    /// By number of the extent; `None` for an extent that was never written.
-    contents: HashMap<u32, Option<Arc<Contents>>>,
-    /// Extents that were being written at the begin. What these writes install is named.
-    awaited: HashSet<u32>,
-    /// Extents of a tiered update that [`Catalog::name_deferred`] names.
-    deferred: HashSet<u32>,
-    /// The error of such a write.
-    failed: Option<Error>,
-}
 
 impl Catalog {
     /// `Busy` while a commit is in flight.

@@ -50,7 +50,7 @@ struct World {
     disk: BTreeMap<Page, Stored>,
     writes: Vec<(Reservation, Vec<Chunk>)>,
     reads: Vec<Held>,
-    snapshots: Vec<Snapshot<Held>>,
+    snapshots: Vec<HeldContents<Held>>,
     /// Extents and what they held, in pins.
     pins: Vec<(u32, Arc<Shape>, Option<Arc<Contents>>)>,
     /// What a commit beside writes must name, by extent; `None` if another commit or none is in flight.
@@ -230,7 +230,7 @@ impl World {
     }
 
     /// A snapshot has exactly the versions of the last commit that is known to have succeeded.
-    fn check_committed(&self, snapshot: &Snapshot<Held>) {
+    fn check_committed(&self, snapshot: &HeldContents<Held>) {
         let named = (0..).zip(&self.durable[0].extents).filter_map(|(number, extent)| {
             let ExtentRecord { version: Some(version), .. } = extent.as_ref()? else { return None };
             Some((number, version.generation))

@@ -7,14 +7,14 @@ use super::*;
 
 /// The pages of a lock file that several mounts share, without any lock.
 #[derive(Debug, Default)]
-struct Shared(RefCell<[Vec<u8>; 2]>);
+struct Pages(RefCell<[Vec<u8>; 2]>);
 
-impl Register for Shared {
-    fn read(&self, part: Part) -> io::Result<Option<Vec<u8>>> {
+impl Register for Pages {
+    fn read(&self, part: LockPage) -> io::Result<Option<Vec<u8>>> {
         Ok(Some(self.0.borrow()[part as usize].clone()))
     }
 
-    fn write(&self, part: Part, bytes: &[u8; PAGE]) -> io::Result<()> {
+    fn write(&self, part: LockPage, bytes: &[u8; PAGE]) -> io::Result<()> {
         self.0.borrow_mut()[part as usize] = bytes.to_vec();
         Ok(())
     }
@@ -35,7 +35,7 @@ fn elsewhere(claim: &str, leased: bool) -> OwnerRecord {
 }
 
 /// Claims at `now`; returns the outcome and the time that it took.
-fn claim(register: &Shared, own: &OwnerRecord, now: Instant) -> (ClaimState, Duration) {
+fn claim(register: &Pages, own: &OwnerRecord, now: Instant) -> (ClaimState, Duration) {
     let mut claiming = Claiming::new(own.clone(), TIMING, now);
     let mut waited = Duration::ZERO;
     loop {
@@ -48,7 +48,7 @@ fn claim(register: &Shared, own: &OwnerRecord, now: Instant) -> (ClaimState, Dur
 
 #[test]
 fn a_blank_or_returned_directory_is_claimed_after_the_settling_time_and_at_once_without_a_lease() {
-    let (register, now) = (Shared::default(), Instant::now());
+    let (register, now) = (Pages::default(), Instant::now());
     let (first, second) = (elsewhere("a", true), elsewhere("b", true));
     assert_eq!(claim(&register, &first, now), (ClaimState::Owned, TIMING.settle));
     give_back(&register, &first).unwrap();
@@ -57,14 +57,14 @@ fn a_blank_or_returned_directory_is_claimed_after_the_settling_time_and_at_once_
         whose(&register, &first).unwrap(),
         Whose::Other("process 7 on node-b, started at tick 1".to_string())
     );
-    let register = Shared::default();
+    let register = Pages::default();
     assert_eq!(claim(&register, &elsewhere("a", false), now), (ClaimState::Owned, Duration::ZERO));
     assert_eq!(claim(&register, &elsewhere("b", false), now), (ClaimState::Owned, Duration::ZERO));
 }
 
 #[test]
 fn a_lease_without_heartbeats_is_waited_out_and_one_with_heartbeats_is_respected() {
-    let (register, now) = (Shared::default(), Instant::now());
+    let (register, now) = (Pages::default(), Instant::now());
     let (first, second) = (elsewhere("a", true), elsewhere("b", true));
     claim(&register, &first, now);
     assert_eq!(renew(&register, &first, 1).unwrap(), Whose::Own);
@@ -92,7 +92,7 @@ fn an_owner_that_this_machine_knows_is_refused_or_replaced_without_a_wait() {
     let me = (*Holder::this_process()).clone();
     let of =
         |claim: &str| OwnerRecord { claim: claim.to_string(), held: true, leased: true, holder: me.clone() };
-    let register = Shared::default();
+    let register = Pages::default();
     claim(&register, &of("mine"), now);
     let next = of("next");
     hold("mine");
@@ -103,8 +103,8 @@ fn an_owner_that_this_machine_knows_is_refused_or_replaced_without_a_wait() {
 
 #[test]
 fn a_record_that_is_not_readable_is_waited_out() {
-    let (register, now) = (Shared::default(), Instant::now());
-    register.write(Part::Record, &[b'x'; PAGE]).unwrap();
+    let (register, now) = (Pages::default(), Instant::now());
+    register.write(LockPage::Record, &[b'x'; PAGE]).unwrap();
     assert_eq!(
         claim(&register, &elsewhere("a", true), now),
         (ClaimState::Owned, TIMING.quiet + TIMING.settle)
@@ -157,7 +157,7 @@ fn stall(random: &mut u64) -> u64 {
 fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
     let (mut owned, mut refused, mut fenced) = (0, 0, 0);
     for seed in 1..2_500_u64 {
-        let (base, register) = (Instant::now(), Shared::default());
+        let (base, register) = (Instant::now(), Pages::default());
         let mut random = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let at = |time: u64| base + Duration::from_millis(time);
         let mut actors: Vec<Actor> = ["a", "b", "c"]
@@ -202,7 +202,7 @@ fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
                     }
                 }
                 State::Beats => {
-                    register.write(Part::Heartbeat, &heartbeat(&actor.own.claim, now).unwrap()).unwrap();
+                    register.write(LockPage::Heartbeat, &heartbeat(&actor.own.claim, now).unwrap()).unwrap();
                     State::Reads { began }
                 }
                 State::Reads { began } => match whose(&register, &actor.own).unwrap() {

@@ -12,7 +12,7 @@ use crate::error::{Error, IoKind, TierKind};
 use crate::io::engine::Engine;
 use crate::sys::fork::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
-use crate::tier::directory::{DirStorage, Directory, claim, collect};
+use crate::tier::directory::{DirStorage, Directory, acquire, collect};
 use crate::tier::volume::Volume;
 use spillway_stores::memory::MemoryStore as Objects;
 use spillway_stores::{Address, ObjectMeta, Store, StoreResult};
@@ -35,7 +35,7 @@ impl Door {
 
 /// A path in a real directory whose writes hang until the door opens.
 fn hanging(base: &FilePath, door: &Door, io_timeout: Option<Duration>) -> Volume {
-    let directory = claim(None, base, &owner(), true).unwrap().unwrap();
+    let directory = acquire(None, base, &owner(), true).unwrap().unwrap();
     let door = door.clone();
     let options = IoOptions { preallocate: false, direct: false, io_timeout, ..IoOptions::default() };
     let engine = Engine::open_with_hook(options, move || door.pass());
@@ -43,7 +43,7 @@ fn hanging(base: &FilePath, door: &Door, io_timeout: Option<Duration>) -> Volume
 }
 
 fn claimed_here(base: &FilePath) -> Result<Directory> {
-    claim(None, base, &owner(), true).map(Option::unwrap)
+    acquire(None, base, &owner(), true).map(Option::unwrap)
 }
 
 /// A thread waits for the bell while another thread drives its ticket. Without this event it would never wake up.
@@ -200,7 +200,7 @@ fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
     let (objects, door) = (Objects::default(), Door::default());
     let claim = || {
         let store = Arc::new(Slow { objects: objects.clone(), door: door.clone() });
-        Bucket::claim(store, &Address::parse(TEST_ADDRESS).unwrap(), &owner(), true).map(Option::unwrap)
+        Bucket::acquire(store, &Address::parse(TEST_ADDRESS).unwrap(), &owner(), true).map(Option::unwrap)
     };
     for destroy in [false, true] {
         let bucket = claim().unwrap();

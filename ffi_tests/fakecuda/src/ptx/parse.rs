@@ -3,11 +3,20 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Binary, Compare, Instruction, Kernel, Kind, Module, Operation, Register, SPECIAL, Unary};
+use super::program::{
+    Binary, Compare, Instruction, Kernel, Kind, Module, Operation, Register, SPECIAL, Unary,
+};
 
 type Outcome<T> = Result<T, String>;
 
-pub(super) fn module(text: &str) -> Outcome<Module> {
+impl Module {
+    /// Parses the text; an error names the line.
+    pub fn parse(text: &str) -> Outcome<Module> {
+        module(text)
+    }
+}
+
+fn module(text: &str) -> Outcome<Module> {
     let mut kernels = HashMap::new();
     let mut lines = text.lines().enumerate().filter(|(_, line)| {
         let line = line.trim();

@@ -1,6 +1,6 @@
 //! Runs the blocks, warps and threads of one launch, one after the other.
 
-use super::{Binary, Compare, Instruction, Kernel, Kind, Memory, Operation, Register, Unary};
+use super::program::{Binary, Compare, Instruction, Kernel, Kind, Memory, Operation, Register, Unary};
 
 const WARP: usize = 32;
 /// The hardware's arithmetic produces this pattern for every NaN.

@@ -102,15 +102,16 @@ type Status = i32;
 pub type Undo = *mut c_void;
 
 /// `spw_adagrad_step` and `spw_lion_step`; the last argument may be null.
-pub type Step<Options> = unsafe extern "C" fn(*const Options, *const Tensor, u64, *mut c_void) -> Status;
+pub type StepFunction<Options> =
+    unsafe extern "C" fn(*const Options, *const Tensor, u64, *mut c_void) -> Status;
 
 pub struct Spillway {
     pub adam_create: unsafe extern "C" fn(i32, f32, f32, u32) -> Status,
     pub adam_update: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor) -> Status,
     pub adam_rollback: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor, *mut u32) -> Status,
     pub adam_destroy: unsafe extern "C" fn(i32) -> Status,
-    pub adagrad_step: Step<AdagradOptions>,
-    pub lion_step: Step<LionOptions>,
+    pub adagrad_step: StepFunction<AdagradOptions>,
+    pub lion_step: StepFunction<LionOptions>,
     pub undo_open: unsafe extern "C" fn(*const UndoOptions, *mut Undo) -> Status,
     pub undo_close: unsafe extern "C" fn(Undo),
     last_error: unsafe extern "C" fn() -> *const c_char,

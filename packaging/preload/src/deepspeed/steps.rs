@@ -5,7 +5,7 @@ use std::ptr;
 
 use libc::c_int;
 
-use super::library::{AdagradOptions, AdamCall, DType, LionOptions, Spillway, Step, Tensor};
+use super::library::{AdagradOptions, AdamCall, DType, LionOptions, Spillway, StepFunction, Tensor};
 use super::op::{Kind, Op};
 use super::recordings::{self, Mode};
 use super::tensor::{self, AtTensor};
@@ -166,7 +166,7 @@ pub fn lion(
 /// Steps a tensor whose optimizer keeps no state between calls, and returns its number of elements.
 fn stepped<Options>(
     spillway: &Spillway,
-    step: Step<Options>,
+    step: StepFunction<Options>,
     options: &Options,
     tensor: &Tensor,
 ) -> Result<u64, String> {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArgumentError
 
 
-class Part(NamedTuple):
+class JobPart(NamedTuple):
     """A part of a job: what it is, where the job asks for it, and why Spillway does not serve it; None: Spillway does."""
 
     name: str
@@ -40,7 +40,7 @@ class Findings:
         frameworks: The packages that the job needs."""
 
     what: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[JobPart] = field(default_factory=list)
     obstacles: list[Obstacle] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     strategy: str = "gpu"

@@ -12,7 +12,7 @@ from typing import Any
 from ..deepspeed import job as deepspeed_job
 from ..errors import InvalidArgumentError
 from . import files
-from .findings import Findings, Obstacle, Part
+from .findings import Findings, JobPart, Obstacle
 
 #: torch's optimizers with a class of their own in spillway.torch, and those that no class steps in parts.
 _CLASSES, _WHOLE = (
@@ -74,8 +74,8 @@ def findings(path: str, version: str | None) -> Findings:
 def of_torch() -> Findings:
     """The findings about any job with an optimizer of torch."""
     found = Findings("a job with an optimizer of torch", choices=_OFFLOADS, frameworks=("torch",))
-    found.parts = [Part(f"torch.optim.{name}", f"spillway.torch.{name}") for name in _CLASSES]
-    found.parts.append(Part("another class", "spillway.torch.Staged(cls, ...)"))
+    found.parts = [JobPart(f"torch.optim.{name}", f"spillway.torch.{name}") for name in _CLASSES]
+    found.parts.append(JobPart("another class", "spillway.torch.Staged(cls, ...)"))
     found.lines = [*_torch_lines("AdamW")]
     return found
 
@@ -179,18 +179,18 @@ def _look_at(found: Findings, name: str, where: str) -> None:
     if name.startswith("torch.optim.") and last[:1].isupper() and not name.startswith(_NO_OPTIMIZERS):
         _torchs(found, last, where)
     elif name in _SAME:
-        found.parts.append(Part(name, where))
+        found.parts.append(JobPart(name, where))
         found.lines += _torch_lines(_SAME[name])
     elif package == "deepspeed" and last in _OPS:
-        found.parts.append(Part(_OPS[last], f"{last}, {where}"))
+        found.parts.append(JobPart(_OPS[last], f"{last}, {where}"))
         found.lines.append("SPILLWAY_DEEPSPEED=1 deepspeed SCRIPT   (or: import spillway.deepspeed; spillway.deepspeed.install())")
     elif package == "deepspeed" and last in _ON_GPU:
-        found.parts.append(Part(f"deepspeed {last}", where, _ON_GPU[last]))
+        found.parts.append(JobPart(f"deepspeed {last}", where, _ON_GPU[last]))
     elif name in _TRAINERS:
-        found.parts.append(Part(name, where))
+        found.parts.append(JobPart(name, where))
         found.lines.append(f"{last}(..., optimizers=(spillway.torch.AdamW(model.parameters(), ...), None))")
     elif package == "spillway" and name.startswith("spillway.") and last[:1].isupper():
-        found.parts.append(Part(name, f"{where}, in use already"))
+        found.parts.append(JobPart(name, f"{where}, in use already"))
     if len(found.parts) > before:
         framework = {"spillway": (), "deepspeed": ("deepspeed",)}.get(package, ("torch",))
         found.frameworks = (*found.frameworks, *(one for one in framework if one not in found.frameworks))
@@ -198,12 +198,12 @@ def _look_at(found: Findings, name: str, where: str) -> None:
 
 def _torchs(found: Findings, last: str, where: str) -> None:
     if last in _CLASSES:
-        found.parts.append(Part(f"torch.optim.{last}", where))
+        found.parts.append(JobPart(f"torch.optim.{last}", where))
         found.lines += _torch_lines(last)
     elif last in _WHOLE:
-        found.parts.append(Part(f"torch.optim.{last}", where, _WHOLE[last]))
+        found.parts.append(JobPart(f"torch.optim.{last}", where, _WHOLE[last]))
     else:
-        found.parts.append(Part(f"torch.optim.{last}", f"{where}, its states elsewhere"))
+        found.parts.append(JobPart(f"torch.optim.{last}", f"{where}, its states elsewhere"))
         found.lines.append(f"optimizer = spillway.torch.Staged(torch.optim.{last}, model.parameters(), ...)   (import spillway.torch)")
 
 

@@ -88,9 +88,9 @@ class _Seen:
     """What was shown of each process: rates are those between its last two records, of which one may be shown several times."""
 
     def __init__(self) -> None:
-        self.records: dict[tuple[int, int], tuple[reader.Record | None, reader.Record]] = {}
+        self.records: dict[tuple[int, int], tuple[reader.Published | None, reader.Published]] = {}
 
-    def lines(self, found: Sequence[reader.Record]) -> list[screen.Line]:
+    def lines(self, found: Sequence[reader.Published]) -> list[screen.Line]:
         told: list[screen.Line] = []
         for record in found:
             key = record.pid, record.start

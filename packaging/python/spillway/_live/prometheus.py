@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..tier import HEALTH
-from .reader import Record
+from .reader import Published
 
 _Labels = dict[str, str]
 
@@ -33,7 +33,7 @@ METRICS = {
 }
 
 
-def text(records: Iterable[Record]) -> str:
+def text(records: Iterable[Published]) -> str:
     """The figures of these processes."""
     samples: dict[str, list[str]] = {name: [] for name in METRICS}
     for record in records:
@@ -46,7 +46,7 @@ def text(records: Iterable[Record]) -> str:
     return "\n".join([*parts, ""])
 
 
-def _samples(record: Record) -> Iterator[tuple[str, _Labels, float]]:
+def _samples(record: Published) -> Iterator[tuple[str, _Labels, float]]:
     process = {"pid": str(record.pid)}
     yield "spillway_record_age_seconds", process, record.age
     for number, one in enumerate(record.optimizers):

@@ -40,7 +40,7 @@ class Optimizer(NamedTuple):
     paths: list[Path]
 
 
-class Record(NamedTuple):
+class Published(NamedTuple):
     """What a process has published.
 
     Attributes:
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     directories: list[str]
 
 
-def find(job: str) -> list[Record]:
+def find(job: str) -> list[Published]:
     """The records of a process, by its number, or of all processes with a tier in a directory; those of living ones, if there are some.
 
     Raises:
@@ -115,8 +115,8 @@ def _is_within(asked: str, job: str) -> bool:
     return here in (own, os.path.dirname(own)) or here.startswith(os.path.join(own, ""))
 
 
-def _all() -> list[Record]:
-    found: dict[place.Process, Record] = {}
+def _all() -> list[Published]:
+    found: dict[place.Process, Published] = {}
     now, own = time.time(), place.namespace()
     for directory in place.directories():
         with suppress(OSError), place.opened(directory) as folder:
@@ -126,11 +126,11 @@ def _all() -> list[Record]:
     return [found[key] for key in sorted(found)]
 
 
-def _record(stored: dict[str, Any], process: place.Process, lives: bool | None, now: float) -> Record:
+def _record(stored: dict[str, Any], process: place.Process, lives: bool | None, now: float) -> Published:
     optimizers = [one for one in _list(stored.get("optimizers")) if isinstance(one, dict)]
     told = _number(stored.get("time"))
     places = [place for one in optimizers for place in _list(one.get("directories")) if isinstance(place, str) and "\0" not in place]
-    return Record(
+    return Published(
         process.number,
         process.start,
         _text(stored.get("command")),

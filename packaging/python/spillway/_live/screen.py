@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .reader import Optimizer, Path, Record
+from .reader import Optimizer, Path, Published
 
 
 class Line(NamedTuple):
@@ -15,7 +15,7 @@ class Line(NamedTuple):
     style: str = "plain"
 
 
-def lines(record: Record, before: Record | None) -> Iterator[Line]:
+def lines(record: Published, before: Published | None) -> Iterator[Line]:
     """The lines about a process. `before`: what it had published before; None: rates are averages since the open."""
     if before is not None and (before.time >= record.time or before.start != record.start):
         before = None

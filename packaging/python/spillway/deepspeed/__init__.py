@@ -56,9 +56,9 @@ def commit(engine: Any) -> None:
     Raises:
         InvalidArgumentError: The states are not on a tier, or the engine is between two micro-batches of a step.
         TierError: Another rank failed."""
-    from . import _engine
+    from . import _engine_state
 
-    _engine.commit(engine)
+    _engine_state.commit(engine)
 
 
 def client_state(engine: Any) -> dict[Any, Any]:
@@ -69,9 +69,9 @@ def client_state(engine: Any) -> dict[Any, Any]:
 
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
-    from . import _engine
+    from . import _engine_state
 
-    return _engine.client_state(engine)
+    return _engine_state.client_state(engine)
 
 
 def resumed_step(engine: Any) -> int | None:
@@ -79,9 +79,9 @@ def resumed_step(engine: Any) -> int | None:
 
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
-    from . import _engine
+    from . import _engine_state
 
-    return _engine.resumed_step(engine)
+    return _engine_state.resumed_step(engine)
 
 
 def settle(engine: Any) -> None:

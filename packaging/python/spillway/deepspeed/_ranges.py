@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .._holdings import Held, Holding
 from ..errors import InvalidArgumentError, UnsupportedError
-from ._sub_groups import Parts
+from ._sub_groups import SubGroupParts
 
 
 def of(stage3):
@@ -38,7 +38,7 @@ def holding(facts):
         raise UnsupportedError(
             f"spillway.begin_from: {reason}; save a checkpoint, convert it with DeepSpeed's ds_to_universal, and load it with another job"
         )
-    parts = Parts(facts["elements"], facts["part_elements"])
+    parts = SubGroupParts(facts["elements"], facts["part_elements"])
     held = {}
     for number, (shape, start, count, index, at) in enumerate(facts["held"]):
         pieces = parts.pieces(index, at, count) if count else []

@@ -95,7 +95,7 @@ def _as_tail(given):
 
 
 _Name = Annotated[str, AfterValidator(_as_name)]
-_Tail = Annotated[int | Literal["auto"], BeforeValidator(_as_tail)]
+_TailSetting = Annotated[int | Literal["auto"], BeforeValidator(_as_tail)]
 _Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
 
 
@@ -157,7 +157,7 @@ class SuperOffloadBlock(_Strict):
         'What step() waits for. "step": the new weights. "forward": the norm alone; the next forward, or what else gathers weights or '
         "reads states, waits for the rest. See speculation.md.",
     )
-    tail: _Tail = _setting(
+    tail: _TailSetting = _setting(
         0,
         'a number of sub-groups, an integer from 0, or "auto"',
         "Sub-groups whose states are on the device, which steps them: those that backward completes last, at most all but one. "

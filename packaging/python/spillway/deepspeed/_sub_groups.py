@@ -1,6 +1,6 @@
 """Sub-groups of ZeRO-3 on a tier: the parts of their states, and the gradients with which they step.
 
-DeepSpeed's default sub-group of 10^9 elements has 12 GB of state, and an update would hold several of them in memory. Parts are the
+DeepSpeed's default sub-group of 10^9 elements has 12 GB of state, and an update would hold several of them in memory. SubGroupParts are the
 subgroups of the tier: they are fetched, stepped, written back and cached. Callers use sub-groups.
 
 With states in host memory DeepSpeed keeps a float32 gradient per parameter. Backward replaces it at an accumulation boundary, and the
@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError
 from ..swap import STATES
 
 
-class Parts:
+class SubGroupParts:
     """Parts of at most `most` elements of sub-groups with these numbers of elements.
 
     Attributes:
@@ -237,7 +237,7 @@ class Gradients:
         for index, gradient in enumerate(gradients):
             gradient = gradient.float()
             gradient.mul_(factor)
-            part = _Part(gradient)
+            part = _GradientAsOptimizer(gradient)
             scaler.step(part)
             scaler.update()
             found.append(gradient)
@@ -273,7 +273,7 @@ class Gradients:
         return self._stage3.grad_position[self._stage3.get_param_id(param)]
 
 
-class _Part:
+class _GradientAsOptimizer:
     """A sub-group's gradient in the form of an optimizer, for torch's gradient scaler."""
 
     def __init__(self, gradient):

@@ -32,7 +32,7 @@ from .._early.decision import Decision
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
-from ._superoffload_tail import Tail
+from ._superoffload_tail import DeviceTail
 
 _MASTERS = "fp32_partitioned_groups_flat"
 
@@ -82,7 +82,7 @@ class _Window:
             _watch_gathers(stage3)
             self._rounds.before_close = weakref.WeakMethod(self.complete)
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
-        self.tail = Tail(stage3, self._sub_groups, asked)
+        self.tail = DeviceTail(stage3, self._sub_groups, asked)
         self._rounds.tail = self.tail
         self._arrivals = _stage3.Arrivals(stage3, self._sub_groups)
         self._spans, start = {}, 0

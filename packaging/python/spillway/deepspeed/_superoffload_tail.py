@@ -22,7 +22,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BYTES = 16
 
 
-class Tail:
+class DeviceTail:
     """The sub-groups of one optimizer that are on the device.
 
     Args:

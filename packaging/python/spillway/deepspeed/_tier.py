@@ -24,7 +24,7 @@ from ..tier import Tier
 from ..tiered import Prepared, Tiered
 from . import _installed, _lifetime, _optimizer_ops, _ranges, _scratch, _stage3
 from ._checkpoints import Snapshots
-from ._sub_groups import Gradients, Parts, floats
+from ._sub_groups import Gradients, SubGroupParts, floats
 from ._tier_overlap import Overlap
 
 # The sizes of extents with a record are multiples of it.
@@ -51,7 +51,7 @@ class TierSwapper:
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
-        self.parts = Parts(self.elements, settings.part_elements)
+        self.parts = SubGroupParts(self.elements, settings.part_elements)
         self._tiered, others = _opened(settings, self.elements, self.parts.sizes, dist.get_rank(), dist.get_world_size())
         if others is not None:
             self._begin_from(others)
@@ -576,7 +576,10 @@ def _check_form(committed, elements, settings, what):
     """Raises InvalidArgumentError if extents of a commit do not fit these settings. Other part_elements may give the same parts."""
     stored, own = committed.facts, _form(settings)
     changed = [name for name in own if stored[name] != own[name]]
-    if changed == ["part_elements"] and Parts(elements, stored["part_elements"]).sizes == Parts(elements, own["part_elements"]).sizes:
+    if (
+        changed == ["part_elements"]
+        and SubGroupParts(elements, stored["part_elements"]).sizes == SubGroupParts(elements, own["part_elements"]).sizes
+    ):
         return
     if changed:
         keys = ", ".join(f"{name} {json.dumps(stored[name])}, and this run has {json.dumps(own[name])}" for name in changed)

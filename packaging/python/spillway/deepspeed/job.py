@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from .._doctor.findings import Findings, Obstacle, Part, an_object, shown
+from .._doctor.findings import Findings, JobPart, Obstacle, an_object, shown
 from ..errors import InvalidArgumentError
 from . import _versions
 
@@ -183,7 +183,7 @@ class _Job:
             found.lines.append("SPILLWAY_DEEPSPEED=1 deepspeed train.py   (or: import spillway.deepspeed; spillway.deepspeed.install())")
 
     def _part(self, name: str, where: str, reason: str | None = None) -> None:
-        self.found.parts.append(Part(name, where, reason))
+        self.found.parts.append(JobPart(name, where, reason))
 
     def _ops_lack(self) -> str | None:
         return _versions.ops_lack(self.version)

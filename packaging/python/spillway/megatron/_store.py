@@ -171,7 +171,7 @@ class OptimizerStateStore:
     @property
     def committed_step(self) -> int:
         """The last committed step."""
-        self._tiered.settle()
+        self._tiered.note_ended_commit()
         return self._tiered.committed_step or 0
 
     def _check_shards(self, committed: Record) -> None:

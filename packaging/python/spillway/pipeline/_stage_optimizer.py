@@ -105,7 +105,7 @@ class _Jobs(Memory):
 
     def keep(self) -> None:
         """Keeps the last step, if there is one."""
-        self.settle()
+        self.note_result()
         if self._last is not None:
             self._last.keep()
             self._last = None

@@ -7,7 +7,7 @@ the optimizer, never the optimizer.
 A signal handler may raise between any two bytecodes, also after the library has written the parameters. Invariants:
 - The home holds a call before the library is entered. The library's status and the new versions are stored without a bytecode between the
   call and the store.
-- `Call.settle` may be repeated: it sets step counts and versions to values that were computed once."""
+- `Call.note` may be repeated: it sets step counts and versions to values that were computed once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._codes import blocks_of, check_codes, is_scales
 from ._foreign import as_torchs
-from ._low_bits import Aside, Note, first_note, put_back, settle, settle_aside
+from ._low_bits import Aside, Note, first_note, put_back, zero_stale, zero_stale_aside
 from ._norm import part_of
 from ._states import LOW, MASTER, MOMENTS, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
@@ -92,7 +92,7 @@ class Home:
         """Returns work(), during which no other thread uses the states, where a home keeps them apart. Notes the last call of the library
         before."""
         if self._pending is not None:
-            self.settle(late=True)
+            self.note_result(late=True)
         return work()
 
     def together(self, work: Callable[[], None]) -> None:
@@ -120,7 +120,7 @@ class Home:
             if call.status[0]:
                 _native.check(call.status[0])
         finally:
-            self.settle()
+            self.note_result()
 
     def _recorded(self, rows: Any) -> Recorded:
         """The next step of a table, to be run, with a record for a rollback."""
@@ -132,12 +132,12 @@ class Home:
     def passed(self) -> None:
         """A step had no gradients here."""
 
-    def settle(self, late: bool = False) -> None:
+    def note_result(self, late: bool = False) -> None:
         """Notes the result of a call of the library. `late`: a signal handler has raised, and the program has continued since."""
         call = self._pending
         # Without a status, the library was not called, or this is a signal handler during the call.
         if call is not None and call.status:
-            if call.settle(late):
+            if call.note(late):
                 self._last = call.last
             self._pending = None
 
@@ -211,7 +211,7 @@ class Call:
         self._after: list[Any] = []
         self._now: list[int] = []
 
-    def settle(self, late: bool) -> bool:
+    def note(self, late: bool) -> bool:
         """Notes step counts and marks of a call that succeeded; True if it did."""
         if self.status != [0]:
             return False
@@ -485,14 +485,14 @@ class Memory(Home):
     def note_versions(self, states: Any) -> None:
         """Notes that all low bits belong to the present values of their parameters."""
         self._noted = {param: first_note(state) for param, state in states.items() if LOW in state}
-        settle(self._noted.items())
+        zero_stale(self._noted.items())
 
     def _forget_low_bits(self, states: Any) -> None:
         """Makes low bits zero that the program has made stale, until it restores the parameter or a step is taken."""
         if self.precision.master == "split":
             self._put_back(states)
             self._noted = {param: note.present() for param, note in self._notes().items() if note.is_of(states.get(param))}
-            self._aside = settle_aside(self._noted.items())
+            self._aside = zero_stale_aside(self._noted.items())
 
     def _put_back(self, states: Any) -> None:
         aside, self._aside = self._aside, {}
@@ -517,7 +517,7 @@ class Memory(Home):
             self._last = None
             raise
         finally:
-            self.settle()
+            self.note_result()
         last.close()
 
     def master(self, param: torch.Tensor, states: Any) -> torch.Tensor:
@@ -538,7 +538,7 @@ class Memory(Home):
                 return join(own, local(state[LOW]))
             aside = self._aside.get(param)
             settled = (aside.before if aside is not None and aside.is_of(state) else note).copy()
-            settle([(param, settled)])
+            zero_stale([(param, settled)])
             return join(own, local(settled.low))
 
     def fresh(self, states: Any) -> Home:

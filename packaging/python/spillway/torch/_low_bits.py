@@ -63,14 +63,14 @@ class Aside(NamedTuple):
     """Low bits of before a settling, which count again if the program restores the parameter before the next step.
 
     Attributes:
-        note: The note of the low bits that were settled.
+        note: The note of the low bits that were checked.
         before: A note of copies of them and of their sums."""
 
     note: Note
     before: Note
 
     def is_of(self, state: dict[str, Any] | None) -> bool:
-        """True if these states have the low bits that were settled, and the program has neither written to them nor freed them since."""
+        """True if these states have the low bits that were checked, and the program has neither written to them nor freed them since."""
         return self.note.is_of(state) and version_of_low(self.note.state) == self.note.version and has_memory(local(self.note.low))
 
     def put_back(self) -> None:
@@ -86,7 +86,7 @@ def first_note(state: dict[str, Any]) -> Note:
     return Note.of(state, torch.zeros(blocks, dtype=torch.int64, device=local(state[LOW]).device))
 
 
-def settle(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
+def zero_stale(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
     """Makes low bits zero that the program has made stale by writing to these parameters, and notes the present values."""
     rows, values = list[Any](), list[torch.Tensor]()
     # Low bits and sums on a device, and their copies on the host, which the library settles.
@@ -111,15 +111,15 @@ def settle(notes: Iterable[tuple[torch.Tensor, Note]]) -> None:
         tensor.data.copy_(settled)
 
 
-def settle_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tensor, Aside]:
-    """Settles as `settle` does; returns the former low bits of each parameter whose low bits that has changed."""
+def zero_stale_aside(notes: Iterable[tuple[torch.Tensor, Note]]) -> dict[torch.Tensor, Aside]:
+    """Does what `zero_stale` does; returns the former low bits of each parameter whose low bits that has changed."""
     found = dict[torch.Tensor, Aside]()
     for param, note in notes:
         if not has_memory(local(note.low)):
             # The next step names them.
             continue
         before = note.copy()
-        settle([(param, note)])
+        zero_stale([(param, note)])
         if not torch.equal(local(before.low), local(note.low)):
             found[param] = Aside(note, before)
     return found

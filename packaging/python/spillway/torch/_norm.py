@@ -72,7 +72,7 @@ def _counts(rows: Any, groups: _Groups, process_group: Any, kind: str) -> list[b
         return rows.counts[1]
     everything = [param for own in groups for param in own["params"]]
     if process_group is not None:
-        parts = Parts(everything, process_group)
+        parts = CountedParts(everything, process_group)
         places = [(groups[number], number, index) for number, index in [*rows.places, *rows.rest]]
         rows.counts = (
             process_group,
@@ -222,7 +222,7 @@ def group_of(params: Iterable[torch.Tensor], kind: str) -> Any:
     return torch.distributed.group.WORLD
 
 
-class Parts:
+class CountedParts:
     """The parts of an optimizer's tensors in the processes of a group. Each part counts in one process, the first of those that hold it.
 
     Args:

@@ -139,7 +139,7 @@ class TierHome(Home):
             try:
                 beside.decide(rows, call.status)
             finally:
-                self.settle()
+                self.note_result()
         self._next()
 
     def together(self, work: Callable[[], None]) -> None:
@@ -174,7 +174,7 @@ class TierHome(Home):
             self._beside.abandon()
             self._next()
 
-    def settle(self, late: bool = False) -> None:
+    def note_result(self, late: bool = False) -> None:
         """Notes the result of a call, also of a step whose verdict was given before a signal handler raised."""
         try:
             if self._beside is not None:
@@ -182,7 +182,7 @@ class TierHome(Home):
         finally:
             if self._pending is not None and self._pending.status == [0]:
                 self.on_tier.weights.give_all()
-            super().settle(late)
+            super().note_result(late)
 
     def _rest(self, also_mixed: bool = False) -> None:
         """Before a use of the states: takes back what was submitted of the next step, which then waits for step()."""

@@ -9,7 +9,7 @@ use super::cuda::{Arrays, Fixture};
 use crate::dtype::Dtype;
 use crate::gpu::tests::{fill, foreign, while_blocked};
 use spillway_planner::interleave::placements::{Placement, Plan};
-use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Part, StateArray, Work};
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, ParamRange, StateArray, Work};
 use spillway_planner::interleave::{Shape, TransferDtype};
 
 const COUNT: usize = 4;
@@ -96,7 +96,7 @@ fn questions_do_not_wait_while_the_driver_frees_the_memory_of_former_residents()
 const STEP: Command = Command::Run(Lane::Cpu, Work::CpuStep { subgroup: 0, stage: 0 });
 
 fn prefetch(subgroup: usize) -> Command {
-    let part = Part { from: 0, len: 20 };
+    let part = ParamRange { from: 0, len: 20 };
     Command::Run(Lane::H2d, Work::Prefetch { subgroup, slot: 0, state: StateArray::ExpAvg, part })
 }
 

@@ -5,5 +5,6 @@ mod bits;
 mod blocked;
 mod cuda;
 mod order;
+mod races;
 mod residents;
 mod room;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use super::super::calls::Calls;
 use super::super::machine::Machine;
-use super::super::races::{Place, Races};
+use super::races::{Place, Races};
 use spillway_planner::interleave::pieces;
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};

@@ -31,7 +31,7 @@ const RATES: Rates = Rates {
 fn leave(fixture: &Fixture, bytes: u64, beside_the_reserve: bool) {
     fakecuda::with(fixture.device.ordinal(), |gpu| {
         let all = gpu.memory_used() + bytes;
-        gpu.limits.memory_bytes = if beside_the_reserve { all * 10 / 9 } else { all };
+        gpu.queues.limits.memory_bytes = if beside_the_reserve { all * 10 / 9 } else { all };
     });
 }
 

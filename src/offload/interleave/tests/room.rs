@@ -103,10 +103,10 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
             engine.gradient(subgroup, stream).unwrap();
         }
         fixture.stream.synchronize().unwrap();
-        fakecuda::with(48, |gpu| (gpu.blocked, gpu.most_queued) = (0, 0));
+        fakecuda::with(48, |gpu| (gpu.queues.blocked, gpu.queues.most_queued) = (0, 0));
         engine.begin(rules(COUNT, step), stream).unwrap();
         engine.finish(Reader::Stream(stream)).unwrap();
-        let (blocked, most) = fakecuda::with(48, |gpu| (gpu.blocked, gpu.most_queued));
+        let (blocked, most) = fakecuda::with(48, |gpu| (gpu.queues.blocked, gpu.queues.most_queued));
         // Before the first step, the change of plan brings all residents in at once.
         let fits = step == 1 || blocked == 0 && most > 300;
         assert!(fits, "step {step}: {blocked} calls blocked, {most} were queued");

@@ -305,7 +305,7 @@ fn what_a_device_cannot_hold_or_reach_is_refused() {
         })
     };
     let (_homes, units) = homes(BYTES, 3);
-    fakecuda::with(53, |gpu| gpu.limits.memory_bytes = gpu.memory_used() + 2 * rounded(BYTES));
+    fakecuda::with(53, |gpu| gpu.queues.limits.memory_bytes = gpu.memory_used() + 2 * rounded(BYTES));
     assert!(matches!(open(&units, 3), Err(Error::Gpu(error)) if error.kind == GpuKind::OutOfMemory));
     drop(open(&units, 2).unwrap());
     let mut wrong = units.clone();

@@ -45,7 +45,7 @@ from .. import _norm
 from .._foreign import as_torchs
 from .._keywords import check_keywords
 from .._loading import before_loading
-from .._low_bits import Aside, put_back, settle_aside
+from .._low_bits import Aside, put_back, zero_stale_aside
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
@@ -584,10 +584,10 @@ class Offloaded(torch.optim.Optimizer):
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         return _norm.group_of((param for param in params if isinstance(param, DTensor) and is_trained(param)), "offload")
 
-    def _parts(self) -> _norm.Parts | None:
+    def _parts(self) -> _norm.CountedParts | None:
         """Which parts count in this process; None: all do."""
         others = self._others()
-        return None if others is None else _norm.Parts(filter(is_trained, self._slots), others)
+        return None if others is None else _norm.CountedParts(filter(is_trained, self._slots), others)
 
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
@@ -739,7 +739,7 @@ class Offloaded(torch.optim.Optimizer):
             if slot.note is not None and slot.note.is_of(self._states.get(slot.param)):
                 slot.note = slot.note.present()
                 notes.append((slot.param, slot.note))
-        self._aside = settle_aside(notes)
+        self._aside = zero_stale_aside(notes)
 
     def _put_back(self) -> None:
         aside, self._aside = self._aside, {}

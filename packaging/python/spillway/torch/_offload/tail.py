@@ -128,7 +128,7 @@ def apart_in_bits(params: Iterable[torch.Tensor]) -> torch.device | None:
     return next((device for device in devices if type(kernels_of(device)) is TorchKernels), None)
 
 
-class _Part:
+class _DeviceSlots:
     """The parameters of a bucket that are on one device, and the Adam of the round, which counts their step."""
 
     def __init__(self, slots: Sequence[Any], device: torch.device):
@@ -164,10 +164,12 @@ class Tail:
 
     def __init__(self, buckets: Mapping[int, Sequence[Any]]):
         self._factor, self._scale, self._limit, self._number = 1.0, 1.0, 0.0, 0
-        self._buckets: dict[int, list[_Part]] = {}
+        self._buckets: dict[int, list[_DeviceSlots]] = {}
         for place, slots in buckets.items():
             devices = dict.fromkeys(local(slot.param).device for slot in slots)
-            self._buckets[place] = [_Part([slot for slot in slots if local(slot.param).device == device], device) for device in devices]
+            self._buckets[place] = [
+                _DeviceSlots([slot for slot in slots if local(slot.param).device == device], device) for device in devices
+            ]
 
     def begin(self, adam: Adam, max_norm: float, grad_scale: float) -> None:
         """Opens a round."""

@@ -108,7 +108,7 @@ class Flow:
         except BaseException:
             for abandoned in (present, coming):
                 if abandoned is not None and abandoned.memory is not None:
-                    abandoned.lane.settle()
+                    abandoned.lane.synchronize()
                     self._leave(abandoned)
                     self.home.release(abandoned.memory)
             raise

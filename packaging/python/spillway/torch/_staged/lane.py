@@ -36,7 +36,7 @@ class Lane:
     def wait(self, event: Any) -> None:
         """Waits until the copies of a fetch or a flush have ended."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the program's work on the device, and for all copies."""
 
 
@@ -84,7 +84,7 @@ class DeviceLane(Lane):
             some = [place for place, state in enumerate(states) if (state.device == self._device) is here]
             copy_all([to[place] for place in some], [sources[place] for place in some])
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the program's work on the device, and for all copies."""
         for stream in (torch.accelerator.current_stream(self._device), self._in, self._out):
             stream.synchronize()

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::backend::Wake;
+use super::faults::{Stop, next};
 use super::journal::{DiskEvent, Journal};
-use super::{Stop, next};
 
 use crate::sys::sync::{Lock, Signal};
 

@@ -26,6 +26,7 @@ def tiered(seed, **more):
     return lambda params, model, **given: own.AdamW(params, tier=options, memory_budget=budget, **given, **more)
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("seed", range(TRAININGS))
 def test_random_trainings_have_the_bits_of_a_step_that_waits(seed):
     same(training(seed, tiered(seed, overlap=True)), training(seed, tiered(seed)))

@@ -15,7 +15,7 @@ from spillway import torch as own
 from spillway.torch import _tier_step
 
 #: Random trainings.
-TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "30"))
+TRAININGS = 100
 #: Elements of a subgroup: many per parameter, some per model, one for all.
 PARTS = (50, 700, 1 << 20)
 

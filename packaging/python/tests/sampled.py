@@ -19,9 +19,9 @@ SEED = int(os.environ.setdefault("SPILLWAY_SEED", str(time.time_ns() % 1_000_000
 LONG = bool(os.environ.get("SPILLWAY_TEST_LONG"))
 
 
-def few(many, long):
-    """A count of random cases in `make test`, and in `make test-long`."""
-    return long if LONG else many
+def few(usual, long):
+    """A number of `make test`, and that of `make test-long`."""
+    return long if LONG else usual
 
 
 def pytest_configure(config):

@@ -4,6 +4,8 @@
 #define SPW_EXPERIMENTAL
 #include "fake_cuda.h"
 
+#include <stdbool.h>
+
 enum { ORDINAL = 8, N = 9001, STEPS = 3, SPANS = 9 };
 
 // The arrays of a tensor, in host memory and in device memory: param, low bits, sums, gradient, moments, scales, copy.

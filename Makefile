@@ -11,7 +11,7 @@ MINUTES ?= 10
 ROUNDS ?= 1000
 SECONDS ?= 3600
 
-.PHONY: help demo test quick py py-light lib install dist docs bench tune soak kill model numa pfs packages packages-test
+.PHONY: help demo test test-long quick py py-light lib install dist docs bench tune soak kill model numa pfs packages packages-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +20,11 @@ demo: ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, NV
 	packaging/system_packages.sh --demo
 	ffi_tests/deepspeed/demo.sh
 
-test: packages ## every test, on an emulated Arm too; installs what it needs
+test: packages ## every test, on an emulated Arm too, the longest with a sample of their cases; installs what it needs
 	ffi_tests/all.sh
+
+test-long: packages ## every test with all of its cases
+	SPILLWAY_TEST_LONG=1 ffi_tests/all.sh
 
 quick: ## the inner loop: format, unit tests, tidy, ABI, kernels and some C programs, in under two minutes
 	ffi_tests/quick.sh

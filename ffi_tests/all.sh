@@ -8,6 +8,9 @@
 # status 0: nothing failed.
 #
 # Runners that wait for servers and disks most of the time work beside the Python tests. Their output is shown in their turn.
+#
+# Tests with many cases run a random sample of them. SPILLWAY_SEED, which the first and the last line show, repeats the samples;
+# with SPILLWAY_TEST_LONG (`make test-long`) they run all cases.
 set -u
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -20,6 +23,9 @@ passed=0 failed=0 ignored=0
 summary="" broken=""
 declare -A beside=()
 declare -A groups=()
+export SPILLWAY_SEED="${SPILLWAY_SEED:-$(date +%s)}"
+cases="a sample of the cases, SPILLWAY_SEED=$SPILLWAY_SEED repeats it"
+[ -z "${SPILLWAY_TEST_LONG:-}" ] || cases="all cases"
 trap end_groups EXIT
 trap 'exit 130' INT TERM
 
@@ -62,6 +68,14 @@ slowest() {
     local times
     times=$(sed -nE 's/^test (.*) \.\.\. ok <([0-9.]+)s>$/\2 \1/p; s/^ok +(.*) \(([0-9]+) s\)$/\2 \1/p' "$1" | sort -rn | head -n 20)
     [ -z "$times" ] || printf 'slowest tests:\n%s\n' "$times"
+}
+
+# The rows of the tables of promises, and how many of them name their tests in the last column.
+promises() {
+    awk -F'|' '/^## What is not promised/ { exit }
+        /^\|[-|]+$/ { rows--; tested -= named; next } # the row before it is the head
+        /^\|/ { rows++; named = $(NF - 1) ~ /`/; tested += named }
+        END { printf "docs/promises.md: %d of %d promises name their tests\n", tested, rows }' docs/promises.md
 }
 
 # Starts a runner whose output goes to its log alone.
@@ -134,6 +148,7 @@ if [ $# = 0 ]; then
     set -- format lint rust py pfs docs preload arm
 fi
 runners=$# begun=0
+echo "== $cases"
 while [ $# != 0 ]; do
     runner=$1
     shift
@@ -147,5 +162,6 @@ done
 
 for name in $broken; do printf '\n== the end of %s\n' "$logs/$name.log"; tail -n 30 "$logs/$name.log" | cut -c1-300; done
 printf '\n%s' "$summary" | sed '/^$/d'
-echo "runners: $passed passed, $failed failed, $ignored ignored, $SECONDS s"
+promises
+echo "runners: $passed passed, $failed failed, $ignored ignored, $SECONDS s, $cases"
 [ $failed = 0 ]

@@ -390,8 +390,9 @@ static __device__ __forceinline__ void walk(Narrow<M, S, G> &work, u64 tile, u64
     __syncwarp();
 }
 
+// Two blocks on a multiprocessor: fewer warps would wait for memory.
 #define NARROW(name, M, S, G) \
-    extern "C" __global__ void __launch_bounds__(256) name(Batch batch) { run<Narrow<M, S, G>>(batch); }
+    extern "C" __global__ void __launch_bounds__(256, 2) name(Batch batch) { run<Narrow<M, S, G>>(batch); }
 // 8-bit moments and a parameter in f32, by the types of the gradient and of the copy.
 NARROW(spw_coded_f32, Whole<Absent>, Coded, F32)
 NARROW(spw_coded_f32_f16, Whole<F16>, Coded, F32)

@@ -20,9 +20,10 @@ os.environ.setdefault(
 )
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
-# interrupts.py
+# interrupts.py, sampled.py
 sys.path.append(str(ROOT / "packaging" / "python" / "tests"))
 
+from sampled import pytest_configure  # noqa: F401
 from starters import *  # noqa: F403
 
 

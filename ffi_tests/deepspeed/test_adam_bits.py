@@ -66,6 +66,7 @@ def normal(param, source, _index):
     return (torch.randn(param.numel(), generator=source) * 0.1).to(param.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])

@@ -21,6 +21,8 @@ sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).p
 # What the tests of several folders share.
 sys.path += [str(ROOT / "ffi_tests" / "torch"), str(ROOT / "packaging" / "python" / "tests")]
 
+from sampled import pytest_configure  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def megatron_core():

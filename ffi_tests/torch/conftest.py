@@ -13,8 +13,10 @@ os.environ.setdefault(
     "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
 )
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(ROOT / "ffi_tests" / "torch")]
-# interrupts.py
+# interrupts.py, sampled.py
 sys.path.append(str(ROOT / "packaging" / "python" / "tests"))
+
+from sampled import pytest_configure  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,7 @@ def arguments():
                 yield pytest.param(name, kwargs, id=f"{name}-{index}-{given.desc}-{next(iter(flags), 'default')}")
 
 
+@pytest.mark.sampled(values=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name, kwargs", list(arguments()))
 def test_arguments_of_torchs_own_tests_train_alike(name, kwargs, dtype):

@@ -53,6 +53,7 @@ def test_a_keyword_with_a_wrong_value_is_named(keyword, values):
         ("pin_memory", "no"),
         ("io_timeout", "x"),
         ("io_timeout", NAN),
+        ("progress", 7),
     ],
 )
 def test_a_field_of_tier_options_with_a_wrong_value_is_named(field, value):

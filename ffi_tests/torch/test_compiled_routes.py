@@ -5,6 +5,7 @@ import random
 import compiled_routes
 import pytest
 import random_programs
+import sampled
 import torch
 from compiled_routes import KINDS, ROUTES, UNSEEN, training
 
@@ -22,6 +23,7 @@ def wanted(route, when, backend):
     return _wanted[key]
 
 
+@pytest.mark.sampled(cases=90)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "after"])
@@ -40,5 +42,7 @@ def test_a_backward_of_a_forward_that_did_not_complete_the_step_is_an_error(rout
 
 
 def test_random_trainings_have_the_bits_of_steps_after_backward():
-    failures = random_programs.failures(compiled_routes.failure, random.SystemRandom().randrange(1 << 40), 100_000, seconds=30)
+    failures = random_programs.failures(
+        compiled_routes.failure, random.SystemRandom().randrange(1 << 40), 100_000, seconds=sampled.few(10, 60)
+    )
     assert not failures, "\n\n".join(failures)

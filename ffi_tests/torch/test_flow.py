@@ -233,6 +233,7 @@ def test_layers_that_are_kept_are_copied_once_per_change():
             assert flow.fetched_bytes - fetched == flow._rest.bytes + 5 * whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["flow", "auto"])
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

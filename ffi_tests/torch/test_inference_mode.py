@@ -49,6 +49,7 @@ LACKING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("what", DOES)
 @pytest.mark.parametrize("new", [False, True], ids=["stepped", "new"])

@@ -91,6 +91,7 @@ def without_float16(seed):
     return random.Random(seed).choice((torch.float32, torch.float32, BF16, torch.float16)) is not torch.float16
 
 
+@pytest.mark.sampled(cases=15)
 @pytest.mark.parametrize(
     "kind", [{"moment_dtype": "int8"}, KINDS["split codes"], KINDS["split bf16"]], ids=["codes", "split codes", "split bf16"]
 )

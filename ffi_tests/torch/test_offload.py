@@ -32,6 +32,7 @@ def test_many_groups_share_one_thread_and_have_the_bits_of_one_group():
     assert len(optimizer._plan.engines) == 2
 
 
+@pytest.mark.sampled(cases=10)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed):
     bucket = BUCKETS[seed % 3]

@@ -4,7 +4,6 @@ import concurrent.futures
 import copy
 import gc
 import math
-import os
 import pickle
 import weakref
 
@@ -17,9 +16,10 @@ import spillway.torch
 from spillway.torch._offload.plan import Plan
 
 #: Random trainings with the verdict in the next forward.
-TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "20"))
+TRAININGS = 100
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("seed", range(100, 100 + TRAININGS))
 def test_a_verdict_in_the_next_forward_gives_the_bits_of_one_in_step(seed, monkeypatch):
     bucket = BUCKETS[seed % 3]

@@ -42,6 +42,7 @@ def same(one, other):
     return len(one) == len(other) and all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other))
 
 
+@pytest.mark.sampled
 @KINDS
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("big", [(), (2, 4)], ids=["unclipped", "clipped"])

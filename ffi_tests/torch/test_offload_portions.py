@@ -25,6 +25,7 @@ def undivided(monkeypatch):
     monkeypatch.setattr(portions_module, "_TILE", 1 << 40)
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 @pytest.mark.parametrize("seed", range(300, 316))
 def test_a_training_has_the_bits_of_one_with_undivided_tensors(seed, verdict, monkeypatch):

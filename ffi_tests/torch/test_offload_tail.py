@@ -11,6 +11,7 @@ import spillway
 from spillway.torch._offload import tail as tail_module
 
 
+@pytest.mark.sampled(cases=10)
 @pytest.mark.parametrize("seed", range(200, 240))
 def test_a_training_with_a_tail_has_the_bits_of_one_without(seed, monkeypatch):
     bucket, verdict = BUCKETS[seed % 3], ("step", "forward")[seed % 2]

@@ -37,6 +37,7 @@ def test_the_search_goes_on_without_a_backward():
     assert search.done and search.tail > 0
 
 
+@pytest.mark.sampled(cases=15)
 @pytest.mark.parametrize("seed", range(50))
 def test_the_search_ends_near_the_best_tail(seed):
     chance = random.Random(seed)

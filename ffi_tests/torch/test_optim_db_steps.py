@@ -12,6 +12,7 @@ from torch_suite import BY_NAME, F32, INFOS, cases, closure_of, every_class, eve
 from spillway import torch as own
 
 
+@pytest.mark.sampled(values=1)
 @pytest.mark.parametrize("with_schedulers", [False, True])
 @pytest.mark.parametrize("contiguous", [False, True])
 @every_input

@@ -114,3 +114,35 @@ def test_garbage_collection_frees_the_lock_and_the_memory(tier):
         gc.collect()
         assert handles() is None
     own.AdamW(parameters(), tier=tier).close()
+
+
+def test_the_progress_of_a_fill_a_resume_and_a_load_is_told(tmp_path):
+    told = []
+    options = own.TierOptions(tmp_path, part_elements=1000, pin_memory=False, progress=lambda *moved: told.append(moved))
+    ours = parameters()
+    optimizer = own.AdamW(ours, lr=1e-2, tier=options)
+    elements = optimizer._home.on_tier.layout.elements
+    assert len(elements) > 2 and told == [(12 * sum(elements[: n + 1]), 12 * sum(elements)) for n in range(len(elements))]
+    random_grads(ours, 0)
+    optimizer.step()
+    optimizer.commit()
+    for use in (lambda: optimizer.load_state_dict(optimizer.state_dict()), optimizer.rollback):
+        told.clear()
+        use()
+        assert told[-1] == (12 * sum(elements),) * 2 and len(told) == len(elements)
+    optimizer.close()
+    told.clear()
+    own.AdamW(parameters(), lr=1e-2, tier=options).close()
+    assert told[-1] == (12 * sum(elements),) * 2
+
+
+def test_an_exception_of_the_progress_ends_a_fill_and_the_next_run_begins_anew(tmp_path):
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    options = own.TierOptions(tmp_path, part_elements=1000, pin_memory=False, progress=stop)
+    with pytest.raises(RuntimeError, match="enough"):
+        own.AdamW(parameters(), lr=1e-2, tier=options)
+    optimizer = own.AdamW(parameters(), lr=1e-2, tier=options._replace(progress=None))
+    assert optimizer.resumed_step is None
+    optimizer.close()

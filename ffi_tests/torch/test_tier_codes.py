@@ -37,6 +37,7 @@ def test_a_run_has_the_bits_of_one_in_memory(tier, kind, overlap):
     assert 6 * elements < pair[0]._home.tiered.swap.budget.state_bytes < 6.2 * elements + (1 << 18)
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("seed", range(TRAININGS))
 def test_random_trainings_during_backward_have_the_bits_of_a_step_that_waits(seed):
     same_training(training(seed, tiered(seed, overlap=True, **CODED_MOMENTS)), training(seed, tiered(seed, **CODED_MOMENTS)))

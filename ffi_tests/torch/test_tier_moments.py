@@ -48,6 +48,7 @@ def of_sixteen_bits_without_bf16(seed):
     return random.Random(seed).choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)) is torch.float16
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("seed", [seed for seed in range(TRAININGS) if not of_sixteen_bits_without_bf16(seed)])
 def test_random_trainings_during_backward_have_the_bits_of_a_step_that_waits(seed):
     same_training(training(seed, tiered(seed, overlap=True, **BF16_MOMENTS)), training(seed, tiered(seed, **BF16_MOMENTS)))

@@ -15,7 +15,7 @@ from spillway import torch as own
 from spillway.torch import _tier_step
 
 #: Random trainings.
-TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "30"))
+TRAININGS = 100
 #: Elements of a subgroup: many per parameter, some per model, one for all.
 PARTS = (50, 700, 1 << 20)
 
@@ -26,6 +26,7 @@ def tiered(seed, **more):
     return lambda params, model, **given: own.AdamW(params, tier=options, memory_budget=budget, **given, **more)
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("seed", range(TRAININGS))
 def test_random_trainings_have_the_bits_of_a_step_that_waits(seed):
     same(training(seed, tiered(seed, overlap=True)), training(seed, tiered(seed)))

@@ -116,7 +116,7 @@ typedef struct spw_gpu spw_gpu;
 spw_status spw_gpu_probe(spw_gpu_driver *driver_out);
 
 // Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
-// takes about a second the first time on a machine; later the driver has it cached.
+// takes some seconds the first time on a machine; later the driver has it cached.
 //
 // Errors are those of `spw_gpu_probe`, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY, and SPW_ERR_UNSUPPORTED for a GPU
 // below compute capability 7.0.
@@ -139,6 +139,8 @@ spw_status spw_gpu_get_info(const spw_gpu *gpu, spw_gpu_info *info_out);
 // order on `stream`. With `stats_out` the call waits for the step; with `stats_out` NULL it returns at once.
 //
 // The memory of the tensors stays valid until the step has ended.
+//
+// A tensor may have a split master or 8-bit moments. Beside 8-bit moments param is f32, or bf16 with param_low.
 //
 // With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
 // state. To redo it, the caller passes the old state to this call again with another factor.

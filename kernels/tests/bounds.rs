@@ -2,7 +2,8 @@
 //!
 //! A read past an end changes no result, so the canaries of `check` miss it; here the read faults and stops the test.
 
-use crate::kernels;
+use crate::{cases, kernels};
+use sampled::Sample;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
 use spillway_kernels::*;
 
@@ -120,8 +121,10 @@ fn check<R: Optimizer>(rule: R) {
     let most = LENGTHS[LENGTHS.len() - 1];
     let mut memory: [Guarded; 5] = std::array::from_fn(|_| Guarded::new(most * 4));
     let mut log = Guarded::new(log_bytes(most));
+    let mut sample = Sample::new();
     for dtypes in all_dtypes() {
-        for (kernel, n) in kernels().into_iter().flat_map(|kernel| LENGTHS.map(|n| (kernel, n))) {
+        let lengths = kernels().into_iter().flat_map(|kernel| LENGTHS.map(|n| (kernel, n)));
+        for (kernel, n) in cases(&mut sample, lengths) {
             for (flush, squares) in
                 [Flush::Begin, Flush::End].into_iter().flat_map(|f| [(f, true), (f, false)])
             {

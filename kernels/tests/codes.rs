@@ -1,8 +1,9 @@
 //! 8-bit moments: codes and scales on every kernel are those of plain formulas in this file, and a step is that of the
 //! decoded moments.
 
-use crate::kernels;
 use crate::sample::*;
+use crate::{cases, kernels};
+use sampled::Sample;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut, bf16};
 use spillway_kernels::*;
 
@@ -278,8 +279,10 @@ fn compare<R: Optimizer>(rule: R, exact: R, dtypes: Dtypes, n: usize, special: b
 
 #[test]
 fn a_step_is_that_of_the_decoded_moments() {
+    let mut sample = Sample::new();
     for dtypes in combinations() {
-        for (n, special) in LENGTHS.into_iter().filter(|n| *n > 0).flat_map(|n| [(n, false), (n, true)]) {
+        let lengths = LENGTHS.into_iter().filter(|n| *n > 0).flat_map(|n| [(n, false), (n, true)]);
+        for (n, special) in cases(&mut sample, lengths) {
             let decays = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
             for rule in decays.map(adam_rule) {
                 compare(rule, rule, dtypes, n, special, false);

@@ -18,6 +18,7 @@ mod sve;
 mod take;
 mod undo;
 
+use sampled::Sample;
 use spillway_kernels::Kernel;
 
 /// Every kernel of this processor, or those that SPILLWAY_TEST_KERNELS names. An emulator would take minutes to repeat
@@ -32,4 +33,11 @@ fn kernels() -> Vec<Kernel> {
 /// True on an emulated processor, which is about fifty times slower.
 fn emulated() -> bool {
     std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some()
+}
+
+/// The cases; on an emulated processor a random quarter of them, except in `make test-long`.
+fn cases<T>(sample: &mut Sample, cases: impl IntoIterator<Item = T>) -> Vec<T> {
+    let cases: Vec<T> = cases.into_iter().collect();
+    let count = if emulated() { cases.len().div_ceil(4) } else { cases.len() };
+    sample.of(count, cases)
 }

@@ -7,8 +7,9 @@
 
 use std::io::Write;
 
-use crate::kernels;
 use crate::sample::*;
+use crate::{emulated, kernels};
+use sampled::Sample;
 use spillway_kernels::dtype::Dtype;
 use spillway_kernels::inside::MAX_LANES;
 use spillway_kernels::*;
@@ -80,9 +81,11 @@ pub fn same_f64(a: f64, b: f64) -> bool {
 
 /// Runs `rule` on every kernel, type combination, length and kind of value.
 fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
-    let mut cases = 0;
+    let (mut cases, mut sample) = (0, Sample::new());
     for dtypes in all_dtypes() {
-        for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        for (n, special) in
+            crate::cases(&mut sample, LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]))
+        {
             let (start, mut grad) = start_of(dtypes, n, special);
             let (expected, sum) = expect(&start, &grad, dtypes, reference);
             for kernel in kernels() {
@@ -230,8 +233,8 @@ fn every_kernel_has_the_bits_of_the_reference() {
         decay_factor: -i.lr * i.decay,
     };
     cases += check("lion", rule, lion);
-    let each = 5 * all_dtypes().len() * LENGTHS.len() * 2 * 2;
-    assert_eq!(cases, each * kernels().len());
+    let each = cases / kernels().len();
+    assert!(emulated() || each == 5 * all_dtypes().len() * LENGTHS.len() * 2 * 2, "{each}");
     let kernels: Vec<&str> = kernels().into_iter().map(Kernel::name).collect();
     // Writes past the capture of the test harness, so that the output on any machine shows which kernels ran.
     writeln!(std::io::stdout(), "{each} cases on each of {}", kernels.join(", ")).unwrap();

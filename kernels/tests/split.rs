@@ -1,7 +1,8 @@
 //! Steps of split masters: on every kernel, parameter and low bits are those of the same step of an f32 parameter.
 
-use crate::kernels;
 use crate::sample::*;
+use crate::{cases, kernels};
+use sampled::Sample;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut, bf16};
 use spillway_kernels::*;
 
@@ -98,9 +99,11 @@ fn compare<R: Optimizer>(rule: R, state: Dtype, grad: Dtype, n: usize, special: 
 #[test]
 fn every_kernel_has_the_bits_of_an_f32_parameter() {
     let adagrad = AdagradRule { grad_scale: 0.37, step_size: -1e-2, eps: 1e-10, weight_decay: 0.1 };
+    let mut sample = Sample::new();
     for state in [Dtype::F32, Dtype::Bf16] {
         for grad in [Dtype::F32, Dtype::Bf16] {
-            for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
+            for (n, special) in cases(&mut sample, LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]))
+            {
                 for decay in [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled] {
                     compare(adam_rule(decay), state, grad, n, special);
                 }

@@ -1,7 +1,8 @@
 //! A step can write its shadow, its 16-bit copy or its log past the caches. Such a step writes the same bytes as one
 //! through the caches, and no others; its log rolls the step back.
 
-use crate::kernels;
+use crate::{cases, kernels};
+use sampled::Sample;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
 use spillway_kernels::*;
 
@@ -116,10 +117,11 @@ fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
         decay_factor: -0.01,
         stochastic: None,
     };
+    let mut sample = Sample::new();
     for (kernel, dtypes) in
         kernels().into_iter().flat_map(|kernel| all_dtypes().map(move |types| (kernel, types)))
     {
-        for n in LENGTHS {
+        for n in cases(&mut sample, LENGTHS) {
             let what = format!("{} {dtypes:?} n={n}", kernel.name());
             let start = [(dtypes.param, false), (dtypes.state, false), (dtypes.state, true)];
             let start: [Span; 3] = std::array::from_fn(|i| Span::random(start[i].0, n, i as u32, start[i].1));

@@ -40,6 +40,7 @@ RUST_SOURCES = (
     "packaging/preload",
     "ffi_tests/fakecuda",
     "ffi_tests/header",
+    "ffi_tests/sampled",
 )
 
 

@@ -95,6 +95,10 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
+#: The messages about numbers that are not finite.
+NOT_FINITE = tuple(f"the number {name}" for name in ("NaN", "Infinity", "-Infinity"))
+
+
 def _constant(name: str) -> Any:
     raise ValueError(f"the number {name}")
 

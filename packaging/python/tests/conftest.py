@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import pytest
+from sampled import pytest_configure  # noqa: F401
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 REPOSITORY = PACKAGE.parents[1]

@@ -217,6 +217,8 @@ def test_usage_is_one_line(doctor):
         assert "--help" in refusal(doctor(*arguments))
     for number in ("", "7 billions", "-7B", "0", "1e9B", "nan", "9" * 400, "7BB"):
         assert "such as 7B" in refusal(doctor("--torch", f"--parameters={number}"))
+    # Also without a number of parameters, when nothing is planned.
+    assert "--host-memory" in refusal(doctor("--torch", "--host-memory", "5QB"))
 
 
 def test_a_terminal_gets_no_commands_from_a_configuration(doctor):

@@ -90,6 +90,7 @@ TRANSPORTS = [
 ]
 
 
+@pytest.mark.sampled(cases=15)
 @pytest.mark.parametrize("seed", range(50))
 def test_processes_run_a_random_plan_with_its_data_and_its_memory(fleet, seed):
     check_plan(fleet, seed)

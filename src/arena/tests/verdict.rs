@@ -9,7 +9,9 @@ use crate::error::{ArenaKind, Error};
 use crate::optim::StepStats;
 
 /// Rounds of the random test.
-const ROUNDS: u64 = 1500;
+const ROUNDS: u64 = 300;
+/// Its rounds in `make test-long`.
+const MANY_ROUNDS: u64 = 1500;
 /// Rounds after which its processes wait for each other: none is further ahead of the others.
 const PERIOD: usize = 3;
 
@@ -210,7 +212,8 @@ fn joined(owner: &Arena, process: u32) -> Arena {
 fn all_processes_follow_one_outcome_in_every_interleaving() {
     let owner = Arena::create(&options()).unwrap();
     let mut processes = [0, 1, 2].map(|number| Process::new(&owner, number));
-    for first in (1..=ROUNDS).step_by(PERIOD) {
+    let rounds = if sampled::long() { MANY_ROUNDS } else { ROUNDS };
+    for first in (1..=rounds).step_by(PERIOD) {
         std::thread::scope(|scope| {
             for process in &mut processes {
                 let owner = &owner;

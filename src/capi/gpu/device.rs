@@ -111,7 +111,7 @@ pub extern "C" fn spw_gpu_probe(driver_out: Out<spw_gpu_driver>) -> spw_status {
 }
 
 /// Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
-/// takes about a second the first time on a machine; later the driver has it cached.
+/// takes some seconds the first time on a machine; later the driver has it cached.
 ///
 /// Errors are those of `spw_gpu_probe`, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY, and SPW_ERR_UNSUPPORTED for a GPU
 /// below compute capability 7.0.

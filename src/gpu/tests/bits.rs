@@ -25,7 +25,9 @@ use crate::kernel::{AdamRule, CHUNK, Optimizer, WeightDecay};
 use crate::optim::{self, StepStats};
 use crate::pool::pinned;
 use crate::pool::region::Backing;
+use sampled::Sample;
 
+const BOTH: [bool; 2] = [false, true];
 const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
 
 /// A device with its kernels, and page-locked memory for copies to and from it.
@@ -169,33 +171,34 @@ fn compare(
 fn stochastic_rounding_on_the_gpu_has_the_bits_of_the_processor() {
     let bench = Bench::new(41);
     let rule = AdamRule { stochastic: Some(0xfeed_5eed_0123_4567), ..adam_rule(WeightDecay::Decoupled) };
-    let mut cases = 0;
-    for dtypes in all_dtypes().into_iter().filter(|of| of.param == Dtype::F32 && of.state == Dtype::Bf16) {
-        for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
-            for aligned in [true, false] {
-                assert_eq!(compare(&bench, rule, dtypes, n, special, aligned), [""; 0]);
-                cases += 1;
-            }
-        }
+    let dtypes = all_dtypes().into_iter().filter(|of| of.param == Dtype::F32 && of.state == Dtype::Bf16);
+    let cases: Vec<_> = dtypes
+        .flat_map(|dtypes| LENGTHS.map(|n| (dtypes, n)))
+        .flat_map(|(dtypes, n)| BOTH.map(|special| (dtypes, n, special)))
+        .flat_map(|(dtypes, n, special)| BOTH.map(|aligned| (dtypes, n, special, aligned)))
+        .collect();
+    assert_eq!(cases.len(), 4 * LENGTHS.len() * 2 * 2);
+    for (dtypes, n, special, aligned) in Sample::new().of(60, cases) {
+        assert_eq!(compare(&bench, rule, dtypes, n, special, aligned), [""; 0]);
     }
-    assert_eq!(cases, 4 * LENGTHS.len() * 2 * 2);
 }
 
 #[test]
 fn adam_on_the_gpu_has_the_bits_of_the_processor() {
     let bench = Bench::new(0);
-    let mut cases = 0;
+    let mut cases = Vec::new();
     for (dtypes, decay) in all_dtypes().into_iter().flat_map(|dtypes| DECAYS.map(|decay| (dtypes, decay))) {
-        for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
-            assert_eq!(compare(&bench, adam_rule(decay), dtypes, n, special, true), [""; 0]);
-            cases += 1;
+        for (n, special) in LENGTHS.into_iter().flat_map(|n| BOTH.map(|special| (n, special))) {
+            cases.push((dtypes, decay, n, special, true));
             if decay == WeightDecay::L2 && n < 300 {
-                assert_eq!(compare(&bench, adam_rule(decay), dtypes, n, special, false), [""; 0]);
-                cases += 1;
+                cases.push((dtypes, decay, n, special, false));
             }
         }
     }
-    assert_eq!(cases, 17 * (3 * LENGTHS.len() * 2 + 14 * 2));
+    assert_eq!(cases.len(), 17 * (3 * LENGTHS.len() * 2 + 14 * 2));
+    for (dtypes, decay, n, special, aligned) in Sample::new().of(300, cases) {
+        assert_eq!(compare(&bench, adam_rule(decay), dtypes, n, special, aligned), [""; 0]);
+    }
     fakecuda::with(0, |gpu| {
         assert_eq!(gpu.races(), [""; 0]);
         assert_eq!((gpu.pageable_copies, &gpu.queues.failures[..]), (0, &[][..]));
@@ -254,7 +257,7 @@ fn kernels_that_round_otherwise_are_found() {
         stochastic: None,
         ..adam_rule(WeightDecay::None)
     };
-    for (what, text) in mutants {
+    for (what, text) in Sample::new().of(12, mutants) {
         assert_ne!(text, ADAM, "{what}");
         let bench = Bench::with(1, [CAST, &text, NARROW]);
         let mut kinds = DECAYS.into_iter().flat_map(|decay| [(decay, true), (decay, false)]);

@@ -152,9 +152,9 @@ fn if_all_copies_have_failed_the_refusal_says_to_close_the_gpu() {
     let mut fixture = Fixture::new(70);
     let (_memory, floats) = fixture.memory(Dtype::Bf16, 1);
     let host = fixture.pinned(&[0; 2]);
-    fakecuda::with(70, |gpu| gpu.faults = vec![("cuMemcpyDtoHAsync_v2", 0, 1); 1 << 16]);
     let one = copy(Direction::D2h, floats, host);
     for _ in 0..1 << 16 {
+        fakecuda::with(70, |gpu| gpu.faults.push(("cuMemcpyDtoHAsync_v2", 0, 1)));
         fixture.transfers.start(&one).unwrap();
     }
     fixture.transfers.finish().unwrap();

@@ -94,6 +94,7 @@ pub fn unpack(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut
 mod tests {
     use super::*;
     use crate::sys::threads;
+    use sampled::Sample;
 
     /// The bits of masters after a split and a join.
     fn there_and_back(master: &[f32], exceptions: &[Exception]) -> Vec<u32> {
@@ -123,13 +124,21 @@ mod tests {
 
     #[test]
     fn all_patterns_come_back_and_few_numbers_are_exceptions() {
-        let mut parts: Vec<(u32, u64)> = (0..1 << 6).map(|part| (part << 10, 0)).collect();
-        threads::each(&mut parts, |(first, count)| *count = round_trip(*first..*first + (1 << 10))).unwrap();
-        let count: u64 = parts.iter().map(|(_, count)| count).sum();
-        // All NaNs except the 2^16 that 0x7fc0 determines, and ties at odd upper halves of finite numbers.
-        let nans = 2 * ((1 << 23) - 1) - (1 << 16);
-        let ties = 2 * (0x7f80 / 2);
-        assert_eq!(count, nans + ties);
+        const PART: u32 = 1 << 6;
+        let parts = Sample::new().of(40, (0..1 << 10).map(|part| part * PART));
+        // With the parts of infinities and NaNs.
+        let mut parts: Vec<u32> = parts.into_iter().chain([0x7f80, 0x7fc0, 0xff80, 0xffc0]).collect();
+        // Ties at odd upper halves of finite numbers, and all NaNs except the 2^16 that 0x7fc0 determines.
+        let expected = |upper: u32| match upper & 0x7fff {
+            finite if finite < 0x7f80 => u64::from(upper % 2),
+            0x7f80 => (1 << 16) - 1,
+            _ => u64::from(upper != 0x7fc0) << 16,
+        };
+        threads::each(&mut parts, |first| {
+            let uppers = *first..*first + PART;
+            assert_eq!(round_trip(uppers.clone()), uppers.map(expected).sum::<u64>(), "{first:#06x}");
+        })
+        .unwrap();
     }
 
     #[test]

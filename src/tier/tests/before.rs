@@ -7,6 +7,7 @@ use super::*;
 use crate::error::TierKind;
 use crate::io::sim::Journal;
 use crate::tier::recover::{Before, Steps};
+use sampled::Sample;
 
 fn at(disks: &[Disk], step: u64) -> Result<Tier> {
     Tier::open(TierOptions { at_step: Some(step), ..on_disks(disks, &[]) })
@@ -64,11 +65,12 @@ fn four_steps(durability: Durability) -> (Journal, Vec<Commit>) {
 #[test]
 fn every_crash_point_up_to_the_end_of_a_commit_opens_at_the_step_before() {
     let _core = OneCore::take();
+    let mut sample = Sample::new();
     for durability in [Durability::Data, Durability::Full] {
         let (journal, commits) = four_steps(durability);
         for pair in commits.windows(2) {
             for events in pair[0].ended..=pair[1].ended {
-                for (crash, seed) in FATES {
+                for (crash, seed) in sample.of(2, FATES) {
                     let image = journal.image(2, events, crash, seed);
                     whole_at(&image, pair[0].step, &format!("{events} events, {crash:?} {seed}"));
                 }
@@ -115,6 +117,7 @@ fn a_step_whose_places_are_written_over_is_never_mixed() {
 fn what_was_given_up_does_not_come_back() {
     let _core = OneCore::take();
     let (first, commits) = four_steps(Durability::Data);
+    let mut sample = Sample::new();
     for (n, events) in (commits[3].began..=commits[3].ended).enumerate() {
         let (crash, seed) = FATES[n % FATES.len()];
         let second = Journal::default();
@@ -138,7 +141,7 @@ fn what_was_given_up_does_not_come_back() {
         };
         let crashes =
             (start..=second.len()).flat_map(|later| fates(later).iter().map(move |fate| (later, *fate)));
-        for (later, (crash, seed)) in crashes {
+        for (later, (crash, seed)) in sample.of(20, crashes) {
             let message = format!("crashed after {events}, then {later} events, {crash:?}");
             let found = if later < opened { vec![Some(3), Some(4)] } else { vec![Some(3), Some(14)] };
             check(&second.image(2, later, crash, seed + later as u64), &found, &message);

@@ -117,7 +117,8 @@ impl Parser {
     }
 
     fn line(&mut self, kernel: &mut Kernel, line: &str) -> Outcome<()> {
-        if [")", "{", "}", ".pragma \"nounroll\";"].contains(&line) {
+        // How many blocks of a kernel a multiprocessor must hold limits its registers, which the interpreter does not count.
+        if [")", "{", "}", ".pragma \"nounroll\";", ".minnctapersm 2"].contains(&line) {
             return Ok(());
         }
         if let Some(threads) = line.strip_prefix(".maxntid ") {

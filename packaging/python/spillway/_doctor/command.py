@@ -69,6 +69,8 @@ def run(given: Sequence[str]) -> int:
             model = savings.described(savings.parameters_of(asked.parameters))
         options = {name: value for name in ("ranks", "gpu_memory", "host_memory", "paths") if (value := getattr(asked, name)) is not None}
         saves, host_bytes = ["how much: add --parameters 7B, or the number of your model"], 0
+        if model is None and options:
+            savings.check(options)
         if model is not None:
             saves, plan = savings.planned(found, model, options)
             if plan is not None:

@@ -47,6 +47,8 @@ def configuration(path: str) -> Any:
     except ValueError as error:
         strict = " ".join(str(error).split())[:_MOST_REASON]
     cure = "write a configuration in JSON"
+    if strict in _files.NOT_FINITE:
+        raise InvalidArgumentError(f"{path} has {strict}, which JSON does not know; write finite numbers")
     try:
         import hjson
     except ImportError:

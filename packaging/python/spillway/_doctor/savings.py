@@ -42,6 +42,11 @@ def described(parameters: int) -> dict[str, int]:
     }
 
 
+def check(options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError if the planner takes these options for no model."""
+    plan_model(described(_LEAST), **options)
+
+
 def planned(found: Findings, model: str | Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
     """Lines about the savings, and the plan; None if the planner knows too little about the paths of the job.
 

@@ -525,7 +525,7 @@ def _is_absent(tensor: Any) -> bool:
 def _write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
     """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
     saved = _Saved(found)
-    for subgroup, elements in enumerate(on_tier.layout.elements):
+    for subgroup, elements in on_tier.each_subgroup("writing the states to the tier"):
         parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
         for piece in on_tier.layout.of_subgroup[subgroup]:
             state = found.get(piece.parameter, {})

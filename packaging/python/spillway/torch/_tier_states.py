@@ -21,6 +21,7 @@ import torch
 from .. import _abi, _ranks
 from .._holdings import alignment_of
 from .._parts import Commits
+from .._progress import Progress, Told
 from .._written import changed, facts, is_dense, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, MomentDtype, Swap, state_bytes
@@ -60,7 +61,9 @@ class TierOptions(NamedTuple):
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds.
         state_dicts: The directory for the values of state dicts, with room for them; None: the directory of the first path.
-        process_group: The group of torch.distributed whose processes commit together; None: the default group."""
+        process_group: The group of torch.distributed whose processes commit together; None: the default group.
+        progress: Called with the bytes of state that were moved and those that will be, after each subgroup, while a new tier is filled,
+            and while states are loaded, restored or resumed. An exception ends the operation. None: a line on a terminal."""
 
     paths: Any
     job: str = "optimizer"
@@ -78,6 +81,7 @@ class TierOptions(NamedTuple):
     state_dicts: str | os.PathLike[str] | None = None
     begin_from: Any = None
     process_group: Any = None
+    progress: Told | None = None
 
     @staticmethod
     def of(given: Any) -> TierOptions:
@@ -118,6 +122,7 @@ def _check_tier(options: Any) -> None:
         "turns": (whole(options.turns, 0), "a number of processes, or 0 for no turns"),
         "pin_memory": (isinstance(options.pin_memory, bool), "True or False"),
         "io_timeout": (real(options.io_timeout) and 0 <= options.io_timeout < 2**31, "seconds, a number from 0 on"),
+        "progress": (options.progress is None or callable(options.progress), "a function, or None"),
         "state_dicts": (options.state_dicts is None or os.path.isdir(options.state_dicts), "a directory, or None"),
     }
     for field, (good, wanted) in fits.items():
@@ -221,7 +226,7 @@ class TierStates:
 
     def _fill(self, states: Any) -> None:
         self.set_steps(states, [0.0] * len(self.params))
-        for subgroup, elements in enumerate(self.layout.elements):
+        for subgroup, elements in self.each_subgroup("filling the tier"):
             zeros = torch.zeros(elements, device="cpu")
             self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
         self._note_all()
@@ -458,7 +463,7 @@ class TierStates:
     def restore(self, states: Any, committed: Record) -> None:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""
         with torch.no_grad():
-            for subgroup, elements in enumerate(self.layout.elements):
+            for subgroup, elements in self.each_subgroup("reading the masters"):
                 master = torch.empty(elements, device="cpu")
                 self.tiered.read(subgroup, master)
                 for piece in self.layout.of_subgroup[subgroup]:
@@ -468,6 +473,13 @@ class TierStates:
         self.set_steps(states, committed.facts["steps"])
         self.count = committed.facts["count"]
         self._note_all()
+
+    def each_subgroup(self, what: str) -> Iterator[tuple[int, int]]:
+        """The number and the elements of each subgroup, of which the caller moves the state. Tells the progress of `what`."""
+        with Progress(what, int(sum(self.layout.elements) * self._state_bytes), self._options.progress) as progress:
+            for subgroup, elements in enumerate(self.layout.elements):
+                yield subgroup, elements
+                progress.moved(int(elements * self._state_bytes))
 
     def values(self, subgroup: int) -> torch.Tensor:
         """The values of the parameters in a subgroup."""

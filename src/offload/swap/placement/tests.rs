@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::*;
+use sampled::Sample;
 use std::collections::VecDeque;
 
 const MIB: u64 = 1 << 20;
@@ -421,7 +422,7 @@ fn paths_that_waver_from_round_to_round_move_little() {
 fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_moves() {
     const SCENARIOS: usize = 300;
     let (mut rounds, mut late) = (0, 0);
-    for number in 0..SCENARIOS {
+    for number in Sample::new().of(60, 0..SCENARIOS) {
         let kind = KINDS[number % 3];
         let mut dice = Noise(0x5eed + number as u64);
         let mut factor = |octaves: f64| 2f64.powf(octaves * dice.next());
@@ -443,5 +444,7 @@ fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_move
             late += ratios.iter().filter(|ratio| **ratio > 1.05).count();
         }
     }
-    assert!(late * 200 < rounds, "{late} of {rounds} rounds took over 5 % more than the optimum");
+    // A sample of the scenarios may have more of the late rounds.
+    let share = if sampled::long() { 200 } else { 50 };
+    assert!(late * share < rounds, "{late} of {rounds} rounds took over 5 % more than the optimum");
 }

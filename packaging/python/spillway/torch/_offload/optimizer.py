@@ -36,6 +36,7 @@ from ..._early.arrivals import tell
 from ..._early.decision import Decision
 from ..._groups import TORCHS
 from ..._live.publisher import Figures
+from ..._progress import Progress
 from ..._tail_search import AskedTail, is_tail
 from ..._timeline import span
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
@@ -703,10 +704,12 @@ class Offloaded(torch.optim.Optimizer):
         for slot in live:
             if state := self._states.get(slot.param):
                 slot.use(state)
-        for slot in live:
-            if not self._states.get(slot.param):
+        lacking = [slot for slot in live if not self._states.get(slot.param)]
+        with Progress("making states in host memory", sum(slot.state_bytes() for slot in lacking)) as progress:
+            for slot in lacking:
                 self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
                 slot.use(state)
+                progress.moved(slot.state_bytes())
 
     def _all_options(self, plan: Plan, numbers: Sequence[int], scale: float) -> list[Any]:
         """The C options of each lane, for steps of the plan's parameters with these numbers."""

@@ -284,14 +284,16 @@ fn descriptors_and_threads_are_made_in_one_place() {
 
 #[test]
 fn no_two_files_import_each_other_in_a_circle() {
-    let mut found = Vec::new();
+    let (mut found, mut count) = (Vec::new(), 0);
     for folder in crates() {
         let src = if root().join(&folder).join("src").is_dir() { format!("{folder}/src") } else { folder };
         let mut files = files(&src, "");
         files.retain(|(path, _)| !path.contains("tests"));
-        assert!(files.len() > 6, "{} files in {src}", files.len());
+        assert!(!files.is_empty(), "no files in {src}");
+        count += files.len();
         found.extend(circles::circles(&files).into_iter().map(|circle| format!("{src}: {circle}")));
     }
+    assert!(count > 400, "{count} files");
     assert!(found.is_empty(), "\n{}", found.join("\n"));
 }
 

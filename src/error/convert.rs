@@ -5,7 +5,10 @@ use std::any::Any;
 
 use crate::environment::NotText;
 
-use super::{ArenaError, ArenaKind, Error, GpuError, IoError, TierError, TierKind};
+use super::{
+    ArenaError, ArenaKind, Doing, Error, GpuError, IoError, IoKind, RoundError, RoundKind, Rounds, TierError,
+    TierKind,
+};
 
 impl TierError {
     /// An error about a whole file or directory.
@@ -27,6 +30,20 @@ impl ArenaError {
     /// An error of this kind.
     pub fn of(kind: ArenaKind, what: impl Into<String>, detail: impl Into<String>) -> Error {
         Error::Arena(Box::new(ArenaError { kind, what: what.into(), detail: detail.into() }))
+    }
+}
+
+impl IoError {
+    /// A caller's wait timed out; `detail` names the operations that are still in flight.
+    pub fn wait_timeout(detail: impl Into<String>) -> Error {
+        IoError::about(IoKind::Timeout, Doing::Waiting, "").because(detail).into()
+    }
+}
+
+impl Rounds {
+    /// The error of a call that does not fit the state.
+    pub fn error(self, kind: RoundKind) -> Error {
+        Error::Round(RoundError { of: self, kind })
     }
 }
 

@@ -95,11 +95,6 @@ impl Error {
         Error::System { what, reason: error.to_string().replace("os error", "errno") }
     }
 
-    /// A caller's wait timed out; `detail` names the operations that are still in flight.
-    pub fn wait_timeout(detail: impl Into<String>) -> Self {
-        IoError::about(IoKind::Timeout, Doing::Waiting, "").because(detail).into()
-    }
-
     /// The same error with `prefix` before the argument's name; other kinds are unchanged.
     pub fn within(self, prefix: &str) -> Self {
         match self {
@@ -171,13 +166,6 @@ impl Error {
             Error::Tier(error) => Some(error.kind),
             _ => None,
         }
-    }
-}
-
-impl Rounds {
-    /// The error of a call that does not fit the state.
-    pub fn error(self, kind: RoundKind) -> Error {
-        Error::Round(RoundError { of: self, kind })
     }
 }
 

@@ -31,7 +31,7 @@ use super::plan::{self, Route, Splitter};
 use super::profile::{self, Profile, with_profile};
 use super::threads::Threads;
 use super::uring::Uring;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoError, Result};
 use crate::log::{self, Level};
 use crate::pool::region;
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -425,7 +425,7 @@ impl Engine {
             let Some(event) = missing(&mut state)? else { return Ok(()) };
             if until.is_some_and(|until| Instant::now() >= until) {
                 let pending = state.unfinished;
-                return Err(Error::wait_timeout(format!("{pending} operations are still in flight")));
+                return Err(IoError::wait_timeout(format!("{pending} operations are still in flight")));
             }
             let nearest = [until, next_deadline].into_iter().flatten().min();
             state = self.shared.await_event(state, event, nearest);

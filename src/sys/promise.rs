@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::sync::{Lock, Signal, deadline_after};
 use super::threads;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoError, Result};
 
 /// The side of the thread, which gives the outcome.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl<T: Clone> Outcome<T> {
         let until = deadline_after(timeout);
         let Awaited { what, outcome, given } = &*self.0;
         let outcome = given.wait_while(outcome.lock(), until, |outcome| outcome.is_none());
-        outcome.clone().unwrap_or_else(|| Err(Error::wait_timeout(format!("{what} is still in progress"))))
+        outcome.clone().unwrap_or_else(|| Err(IoError::wait_timeout(format!("{what} is still in progress"))))
     }
 }
 

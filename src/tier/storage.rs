@@ -285,7 +285,7 @@ impl Drop for PathFiles {
 
 /// Error of a caller whose timeout expired while the transfer is in flight.
 pub(super) fn timed_out() -> Error {
-    Error::wait_timeout("the tier's transfer is still in flight")
+    IoError::wait_timeout("the tier's transfer is still in flight")
 }
 
 /// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not

@@ -71,7 +71,8 @@ def _folder(module):
     return module.rpartition(".")[0]
 
 
-def test_no_modules_import_each_other_in_a_circle(imports):
+def _circles(imports):
+    """The imports of the modules that import each other in a circle."""
     left = dict(imports)
     while ready := [name for name, needs in left.items() if not needs & left.keys()]:
         for name in ready:
@@ -80,7 +81,29 @@ def test_no_modules_import_each_other_in_a_circle(imports):
     while unused := [name for name in left if not any(name in needs for needs in left.values())]:
         for name in unused:
             del left[name]
-    assert not left, {name: sorted(needs & left.keys()) for name, needs in left.items()}
+    return {name: sorted(needs & left.keys()) for name, needs in left.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle(imports):
+    assert not _circles(imports)
+
+
+def test_no_files_of_the_tests_import_each_other_in_a_circle(repository):
+    """They import each other by the names of their files."""
+    files = {path.stem: path for path in (repository / "ffi_tests").rglob("*.py")}
+    imports = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imports[name].update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                imports[name].add(node.module)
+    assert len(files) > 100 and not _circles({name: found & files.keys() - {name} for name, found in imports.items()})
+
+
+def test_a_circle_is_found_without_its_users():
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert _circles(imports) == {"b": ["c"], "c": ["b"]}
 
 
 def test_private_modules_are_imported_by_their_own_folder_and_agreed_users_only(imports):

@@ -233,7 +233,7 @@ fn two(binary: Binary, a: u64, b: u64) -> u64 {
         Binary::Mul64 => a.wrapping_mul(b),
         Binary::Mul32 => u64::from((a as u32).wrapping_mul(b as u32)),
         Binary::MulWide32 => low(a) * low(b),
-        Binary::MulHigh64 => (u128::from(a) * u128::from(b) >> 64) as u64,
+        Binary::MulHigh64 => ((u128::from(a) * u128::from(b)) >> 64) as u64,
         Binary::MinU32 => low(a).min(low(b)),
         Binary::MaxU32 => low(a).max(low(b)),
         Binary::MinS32 => u64::from((a as i32).min(b as i32) as u32),

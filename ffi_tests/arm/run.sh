@@ -1,8 +1,8 @@
 #!/bin/sh
 # Tests the Arm library under qemu on an x86_64 machine: bits, bounds, choice of kernel, callers, instruction counts.
 #
-# `make test` runs a random sample of the cases of the checkers and of the table of instruction counts, and the unit tests that depend
-# on the processor; SPILLWAY_SEED repeats a sample. SPILLWAY_TEST_LONG runs all.
+# `make test` runs a random sample of the cases of the checkers, and the unit tests that depend on the processor. SPILLWAY_SEED
+# repeats a sample; SPILLWAY_TEST_LONG runs all.
 #
 # The first run installs the tool chain (packaging/arm_env.sh); exit status 77 means that root must install packages.
 # The last line of the output names the folder with the output of each failed part.

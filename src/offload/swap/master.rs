@@ -128,11 +128,14 @@ mod tests {
         let parts = Sample::new().of(40, (0..1 << 10).map(|part| part * PART));
         // With the parts of infinities and NaNs.
         let mut parts: Vec<u32> = parts.into_iter().chain([0x7f80, 0x7fc0, 0xff80, 0xffc0]).collect();
-        // Ties at odd upper halves of finite numbers, and all NaNs except the 2^16 that 0x7fc0 determines.
-        let expected = |upper: u32| match upper & 0x7fff {
-            finite if finite < 0x7f80 => u64::from(upper % 2),
-            0x7f80 => (1 << 16) - 1,
-            _ => u64::from(upper != 0x7fc0) << 16,
+        // Ties at odd upper halves of finite numbers, and all NaNs except the 2^16 that a copy of 0x7fc0 determines: low halves
+        // to 0x8000 with this upper half, and those above with the upper half before it.
+        let expected = |upper: u32| match (upper & 0x7fff, upper) {
+            (finite, _) if finite < 0x7f80 => u64::from(upper % 2),
+            (0x7f80, _) => (1 << 16) - 1,
+            (_, 0x7fbf) => (1 << 15) + 1,
+            (_, 0x7fc0) => (1 << 15) - 1,
+            _ => 1 << 16,
         };
         threads::each(&mut parts, |first| {
             let uppers = *first..*first + PART;

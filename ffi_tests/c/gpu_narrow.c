@@ -97,20 +97,20 @@ static void wrong_uses_are_refused(spw_gpu *gpu) {
     const spw_tensor good = tensor_of(&arrays, true, true, true);
     spw_adam_options options = adam_options();
     options.step = 1;
-#define REFUSED(change, words)                                                     \
-    do {                                                                           \
-        spw_tensor wrong = good;                                                   \
-        change;                                                                    \
-        INVALID(spw_gpu_adam_step(gpu, &options, &wrong, 1, 0, NULL), words);      \
+#define WRONG(change, words)                                                  \
+    do {                                                                      \
+        spw_tensor wrong = good;                                              \
+        change;                                                               \
+        INVALID(spw_gpu_adam_step(gpu, &options, &wrong, 1, 0, NULL), words); \
     } while (0)
-    REFUSED(wrong.param_low = NULL, "low_sums");
-    REFUSED(wrong.low_sums = (uint64_t *)((uintptr_t)good.low_sums + 4), "low_sums: address");
-    REFUSED(wrong.exp_avg_scale = NULL, "exp_avg_scale: is NULL");
-    REFUSED(wrong.exp_avg = NULL, "exp_avg: is NULL");
-    REFUSED(wrong.state_dtype = SPW_DTYPE_BF16, "exp_avg_scale");
-    REFUSED(wrong.exp_avg_sq = wrong.exp_avg, "exp_avg");
-    REFUSED((wrong.param_copy = wrong.grad, wrong.copy_dtype = SPW_DTYPE_BF16), "param_copy");
-#undef REFUSED
+    WRONG(wrong.param_low = NULL, "low_sums");
+    WRONG(wrong.low_sums = (uint64_t *)((uintptr_t)good.low_sums + 4), "low_sums: address");
+    WRONG(wrong.exp_avg_scale = NULL, "exp_avg_scale: is NULL");
+    WRONG(wrong.exp_avg = NULL, "exp_avg: is NULL");
+    WRONG(wrong.state_dtype = SPW_DTYPE_BF16, "exp_avg_scale");
+    WRONG(wrong.exp_avg_sq = wrong.exp_avg, "exp_avg");
+    WRONG((wrong.param_copy = wrong.param_low, wrong.copy_dtype = SPW_DTYPE_BF16), "param_copy");
+#undef WRONG
     spw_tensor wrong = good;
     wrong.param_low = NULL, wrong.low_sums = NULL;
     CHECK(spw_gpu_adam_step(gpu, &options, &wrong, 1, 0, NULL) == SPW_ERR_UNSUPPORTED);

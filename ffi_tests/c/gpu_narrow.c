@@ -107,7 +107,8 @@ static void wrong_uses_are_refused(spw_gpu *gpu) {
     WRONG(wrong.low_sums = (uint64_t *)((uintptr_t)good.low_sums + 4), "low_sums: address");
     WRONG(wrong.exp_avg_scale = NULL, "exp_avg_scale: is NULL");
     WRONG(wrong.exp_avg = NULL, "exp_avg: is NULL");
-    WRONG(wrong.state_dtype = SPW_DTYPE_BF16, "exp_avg_scale");
+    // Half the elements, so that the wider moments overlap nothing.
+    WRONG((wrong.state_dtype = SPW_DTYPE_BF16, wrong.n = N / 2), "exp_avg_scale");
     WRONG(wrong.exp_avg_sq = wrong.exp_avg, "exp_avg");
     WRONG((wrong.param_copy = wrong.param_low, wrong.copy_dtype = SPW_DTYPE_BF16), "param_copy");
 #undef WRONG

@@ -43,7 +43,7 @@ CASES = [*((*kind, random) for kind in NARROW for random in (False, True)), ("f3
 @pytest.mark.parametrize("master, moments, random", CASES)
 def test_a_tail_on_a_device_has_the_bits_of_the_host(driver, made, master, moments, random):
     from spillway.torch._offload.slot import Slot
-    from spillway.torch._offload.tail import CudaKernels, HostKernels, _Part
+    from spillway.torch._offload.tail import CudaKernels, HostKernels, _DeviceSlots
     from spillway.torch._states import MASTER, Precision
 
     precision = Precision.of("test", True, moments, "stochastic" if random else "nearest" if moments == "int8" else None, 3, master)
@@ -61,7 +61,7 @@ def test_a_tail_on_a_device_has_the_bits_of_the_host(driver, made, master, momen
             if master == "f32":
                 slot.parts[MASTER].copy_(slot.param.detach())
             slots.append(slot)
-        return _Part(slots, torch.device("cpu"))
+        return _DeviceSlots(slots, torch.device("cpu"))
 
     host, device = part(lambda tensor: tensor.clone()), part(made)
     host.kernels, device.kernels = HostKernels(), CudaKernels(spillway.Gpu(0))

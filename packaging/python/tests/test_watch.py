@@ -449,7 +449,7 @@ def test_records_of_dead_processes_are_removed_after_an_hour(records, fresh):
 def test_rates_are_those_since_the_figures_before():
     path = reader.Path("/mnt/a", "draining", 3 * 10**9, 10**9, 2.0, 1.0)
     one = reader.Optimizer("AdamW", "tier", 10, 5.0, 0.5, 1.0, 2, 8, {("host", "buffers"): 10**9}, [path])
-    record = reader.Record(7, 1, "train.py", True, 0.0, 100.0, [one], [])
+    record = reader.Published(7, 1, "train.py", True, 0.0, 100.0, [one], [])
     told = [line.text for line in screen.lines(record, None)]
     assert "step 10, last 500.0 ms, mean 500.0 ms, exposed 100.0 ms a step, 2 commits, the last of step 8" in told[1]
     assert told[2:] == ["    memory: host buffers 1.000 GB", "    /mnt/a: draining, read 1.50 GB/s, write 1.00 GB/s"]

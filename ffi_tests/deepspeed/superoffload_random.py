@@ -126,7 +126,13 @@ class Training:
 
     def after_states(self):
         for param in self.params:
-            self.see(self.utils.safe_get_full_fp32_param(param), self.utils.safe_get_full_optimizer_state(param, "exp_avg"))
+            master = self.utils.safe_get_full_fp32_param(param)
+            try:
+                moment = self.utils.safe_get_full_optimizer_state(param, "exp_avg")
+            except KeyError:
+                # If all steps until now were skipped, DeepSpeed has no states yet: those of a step are zeros before it.
+                moment = self.torch.zeros_like(master)
+            self.see(master, moment)
 
     def after_gradients(self):
         self.see(self.utils.safe_get_full_grad(self.choose.choice(self.params)))

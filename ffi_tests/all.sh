@@ -75,7 +75,7 @@ promises() {
     awk -F'|' '/^## What is not promised/ { exit }
         /^\|[-|]+$/ { rows--; tested -= named; next } # the row before it is the head
         /^\|/ { rows++; named = $(NF - 1) ~ /`/; tested += named }
-        END { printf "docs/promises.md: %d of %d promises name their tests\n", tested, rows }' docs/promises.md
+        END { printf "docs/reference/promises-tests.md: %d of %d promises name their tests\n", tested, rows }' docs/reference/promises-tests.md
 }
 
 # Starts a runner whose output goes to its log alone.

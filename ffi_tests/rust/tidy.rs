@@ -199,7 +199,7 @@ fn root() -> &'static Path {
 }
 
 /// Every Rust file of the library, as its path under src and its text; the crates of the kernels, the
-/// planner, the stores and the tool are modules of their names; the doubles of tests are in the modules that they stand in.
+/// planner, the stores and the tool are modules of their names; a test double is part of the module whose place it takes.
 fn sources() -> Vec<(String, String)> {
     let mut found = files("src", "");
     found.extend(files("kernels/src", "kernel/"));

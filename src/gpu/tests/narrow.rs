@@ -144,7 +144,7 @@ impl Arrays {
         StepStats::of(rule.step(optim::kernel().unwrap(), tensor, true).unwrap())
     }
 
-    /// The bit patterns, with one pattern for every NaN of an f32 parameter or moment.
+    /// The bit patterns. All NaNs of f32 parameters and moments have one pattern.
     fn bits(&self, kind: Kind) -> Arrays {
         let mut same = self.clone();
         let is_f32 = |place: usize| match place {

@@ -1,5 +1,5 @@
-"""The methods of DeepSpeed's engine that stand in for its own: they open, commit, save, load and close states on a tier, and refuse what
-this version does not serve. Without states on a tier each of them does what DeepSpeed does."""
+"""Replacements of methods of DeepSpeed's engine. They open, commit, save, load and close states on a tier, and refuse what this version
+does not serve. Without states on a tier each of them does what DeepSpeed's method does."""
 
 import contextlib
 import functools
@@ -250,7 +250,7 @@ def _go_back(engine, swapper):
     tiered.whole(back)
 
 
-#: What stands in for each method of DeepSpeedEngine. It gets DeepSpeed's own method before the engine.
+#: The replacement of each method of DeepSpeedEngine. Its first argument is DeepSpeed's own method, its second one the engine.
 _METHODS = {
     "__init__": _init,
     "destroy": _destroy,

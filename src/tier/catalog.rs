@@ -132,6 +132,8 @@ struct Extent {
     in_doubt: bool,
     removed: bool,
     writing: bool,
+    /// The write moves the contents to other places.
+    moving: bool,
     /// Error of the last write of this step, if no write has succeeded since.
     failed: Option<Error>,
 }
@@ -541,7 +543,9 @@ impl Catalog {
         let home = extent.chunks().first().map(|chunk| chunk.path);
         let moves = moved.is_some();
         self.generation = self.generation.max(generation);
-        self.get_mut(number).into_iter().for_each(|extent| extent.writing = true);
+        if let Some(extent) = self.get_mut(number) {
+            (extent.writing, extent.moving) = (true, moves);
+        }
         Ok(Reservation { subject, home, contents: self.next_contents(), moves })
     }
 
@@ -563,7 +567,7 @@ impl Catalog {
             self.fail(reserved, &error);
             return Err(error);
         }
-        extent.writing = false;
+        (extent.writing, extent.moving) = (false, false);
         if !reserved.moves {
             extent.failed = None;
         }
@@ -581,7 +585,7 @@ impl Catalog {
     /// where they were.
     pub(super) fn fail(&mut self, reserved: &Reservation, error: &Error) {
         let Some(extent) = self.get_mut(reserved.subject.extent) else { return };
-        extent.writing = false;
+        (extent.writing, extent.moving) = (false, false);
         if !reserved.moves {
             extent.failed = Some(error.clone());
         }
@@ -596,6 +600,11 @@ impl Catalog {
     /// True while the extent is being written.
     pub(super) fn is_being_written(&self, number: u32) -> bool {
         self.get(number).is_ok_and(|extent| extent.writing)
+    }
+
+    /// True while the contents of the extent are moved to other places.
+    pub(super) fn is_being_moved(&self, number: u32) -> bool {
+        self.get(number).is_ok_and(|extent| extent.moving)
     }
 
     /// Error of a write of this step, if no write of its extent has succeeded since.
@@ -640,6 +649,7 @@ impl Extent {
             in_doubt: false,
             removed: false,
             writing: false,
+            moving: false,
             failed: None,
         }
     }

@@ -4,6 +4,7 @@
 //! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
 //! - An outcome is kept until the owner of the ticket asks for it. A panic is an outcome too: an error with its message.
 //! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
+//! - A move of an extent delays reads and writes of this extent, and never fails them.
 //! - A move compares every block with its checksum between its read and its write. The new location of contents takes
 //!   effect only after every block is written. After a failure the contents stay where they were.
 #![forbid(unsafe_code)]
@@ -19,12 +20,12 @@ use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
 use super::extent::{Block, Chunk, Run, Shape, Version};
 use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
 use super::storage::timed_out;
-use super::store::{TicketState, Tier};
+use super::store::{TicketState, Tier, TierState};
 use super::volume::Volume;
 use crate::error::{Error, IoKind, Result};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::sys::sync::deadline_after;
+use crate::sys::sync::{Guard, deadline_after};
 
 impl Tier {
     /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
@@ -48,7 +49,12 @@ impl Tier {
     pub(super) fn begin_write(&self, number: u32, origin: &WriteOrigin) -> Result<Reservation> {
         self.complete_opening()?;
         self.end_finished_reads(number);
-        self.state.lock().catalog.begin_write(number, origin)
+        self.after_move(number).catalog.begin_write(number, origin)
+    }
+
+    /// The state of the tier at a moment when the extent is not being moved.
+    pub(super) fn after_move(&self, number: u32) -> Guard<'_, TierState> {
+        self.changed.wait_while(self.state.lock(), None, |state| state.catalog.is_being_moved(number))
     }
 
     /// Starts the transfers of a write that [`Tier::begin_write`] returned, and returns its ticket.
@@ -195,7 +201,8 @@ impl Tier {
         known: Option<&Arc<Shape>>,
         spans: &[TransferBuffer],
     ) -> Result<u64> {
-        let begun = self.state.lock().catalog.begin_read(extent, known, |shape| shape.check_read(spans));
+        let begun =
+            self.after_move(extent).catalog.begin_read(extent, known, |shape| shape.check_read(spans));
         let Held { subject, contents } = begun?;
         let source = Arc::clone(&contents);
         let mut job = Job::new(subject, Direction::Read { source, held: true }, spans);

@@ -367,7 +367,7 @@ pub struct Pin {
 impl Pin {
     /// Discards what was written to the extent since. `Busy` while the extent is being written or a commit is in flight.
     pub fn revert(&self) -> Result<()> {
-        self.tier.state.lock().catalog.revert(self.extent, self.contents.as_ref())
+        self.tier.after_move(self.extent).catalog.revert(self.extent, self.contents.as_ref())
     }
 }
 

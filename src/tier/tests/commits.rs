@@ -90,6 +90,36 @@ fn contents_that_changed_since_they_were_read_are_not_moved() {
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
 }
 
+/// A tiered update writes and reads beside the caller: its transfers must not fail because the caller evacuates a path.
+#[test]
+fn transfers_and_reverts_of_an_extent_wait_for_its_move() {
+    let disks = disks();
+    let before = Tier::open(on_disks(&disks, &[])).map(|_| disks[1].requests()).unwrap();
+    for operation in 0..3 {
+        let disks = self::disks();
+        let faults = [Faults::default(), Faults { hang_nth: Some(before), ..Faults::default() }];
+        let tier = Arc::new(written(&disks, &faults).0);
+        let pin = tier.pin(0).unwrap();
+        thread::scope(|scope| {
+            let evacuation = scope.spawn(|| tier.evacuate(0));
+            until(|| tier.state.lock().catalog.is_being_moved(0));
+            let other = scope.spawn(|| match operation {
+                0 => write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto),
+                1 => read(&tier, 0, seed_of(1, 0)).map(|same| assert!(same)),
+                _ => pin.revert(),
+            });
+            // Gives the other thread time to meet the move. If the time is too short, the test passes without testing anything.
+            thread::sleep(Duration::from_millis(50));
+            disks[1].release();
+            evacuation.join().unwrap().unwrap();
+            other.join().unwrap().unwrap();
+        });
+        // A pin holds the contents where they were.
+        assert_eq!(tier.extent(0).unwrap().blocks[0] > 0, operation == 2);
+        assert!(read(&tier, 0, seed_of(if operation == 0 { 2 } else { 1 }, 0)).unwrap());
+    }
+}
+
 /// A move does not count as a failed write, does not clear an earlier write failure, and keeps the generation.
 #[test]
 fn an_evacuation_changes_nothing_but_places() {

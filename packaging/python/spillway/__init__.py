@@ -114,10 +114,10 @@ __all__ = [
     "stats",
 ]
 
-library_path = _native.library_path
-preload_path = _native.preload_path
-library_version = _native.library_version
-kernel_name = _native.kernel_name
+library_path: _Callable[[], str] = _native.library_path
+preload_path: _Callable[[], str] = _native.preload_path
+library_version: _Callable[[], str] = _native.library_version
+kernel_name: _Callable[[], str] = _native.kernel_name
 _log_callback = None
 
 

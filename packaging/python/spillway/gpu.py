@@ -373,7 +373,7 @@ class _Ticket:
     """The library's number of a copy, known once the copy has begun."""
 
     def __init__(self) -> None:
-        self.number = ctypes.c_uint64()
+        self.number: ctypes.c_uint64 = ctypes.c_uint64()
 
 
 class Copy:

@@ -26,13 +26,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress, repeat, starmap
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from ._attributes import Fixed, described
 from .errors import InvalidArgumentError
 from .recording import Recording, StepStats
+
+_Value = TypeVar("_Value")
+
+
+class _Option(Protocol[_Value]):
+    """The type of an option that a program reads and sets."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> _Value: ...
+
+    def __set__(self, instance: Any, value: _Value) -> None: ...
+
 
 # Arrays of one tensor: param, grad, the states, and optionally the 16-bit copy (None: no copy).
 Tensors = Iterable[Sequence["Array | None"]]
@@ -68,7 +79,7 @@ class _Optimizer:
             if value is not None:
                 self._set(name, value)
         #: Number of steps done; the next step has this number plus one.
-        self.step_count = 0
+        self.step_count: int = 0
 
     def step(
         self,
@@ -228,7 +239,8 @@ class Adam(_Optimizer):
 
     __slots__ = ()
 
-    c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+    c_name: str = "adam"
+    _options_type, _states = _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
     _public = ("lr", "betas", "eps", "weight_decay", "weight_decay_mode", "bias_correction", "rounding", "rounding_seed")
     _defaults = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "grad_scale": 1.0}
 
@@ -249,12 +261,12 @@ class Adam(_Optimizer):
         self.weight_decay_mode, self.bias_correction = weight_decay_mode, bias_correction
         self.rounding, self.rounding_seed = rounding, rounding_seed
 
-    lr = _option("lr", "Learning rate of the next step.")
-    betas = _betas("Decay rates of the moments in the next step.")
-    eps = _option("eps", "Term added to the denominator in the next step.")
-    weight_decay = _option("weight_decay", "Weight decay of the next step.")
-    weight_decay_mode = _choice("weight_decay_mode", _abi.WEIGHT_DECAY_MODES, '"decoupled" or "l2".')
-    rounding = _choice("rounding", _abi.ROUNDINGS, 'Rounding of bfloat16 moments: "nearest" or "stochastic".')
+    lr: _Option[float] = _option("lr", "Learning rate of the next step.")
+    betas: _Option[tuple[float, float]] = _betas("Decay rates of the moments in the next step.")
+    eps: _Option[float] = _option("eps", "Term added to the denominator in the next step.")
+    weight_decay: _Option[float] = _option("weight_decay", "Weight decay of the next step.")
+    weight_decay_mode: _Option[str] = _choice("weight_decay_mode", _abi.WEIGHT_DECAY_MODES, '"decoupled" or "l2".')
+    rounding: _Option[str] = _choice("rounding", _abi.ROUNDINGS, 'Rounding of bfloat16 moments: "nearest" or "stochastic".')
 
     @property
     def bias_correction(self) -> bool:
@@ -294,17 +306,18 @@ class Adagrad(_Optimizer):
 
     __slots__ = ()
 
-    c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+    c_name: str = "adagrad"
+    _options_type, _states = _abi.AdagradOptions, ("exp_avg_sq",)
     _public = ("lr", "lr_decay", "eps", "weight_decay")
     _defaults = {"step": 1, "lr": 1e-2, "eps": 1e-10, "grad_scale": 1.0}
 
     def __init__(self, lr: float | None = None, lr_decay: float | None = None, eps: float | None = None, weight_decay: float | None = None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
-    lr = _option("lr", "Learning rate of the next step.")
-    lr_decay = _option("lr_decay", "Decay of the learning rate per step.")
-    eps = _option("eps", "Term added to the denominator in the next step.")
-    weight_decay = _option("weight_decay", "Weight decay of the next step.")
+    lr: _Option[float] = _option("lr", "Learning rate of the next step.")
+    lr_decay: _Option[float] = _option("lr_decay", "Decay of the learning rate per step.")
+    eps: _Option[float] = _option("eps", "Term added to the denominator in the next step.")
+    weight_decay: _Option[float] = _option("weight_decay", "Weight decay of the next step.")
 
 
 class Lion(_Optimizer):
@@ -325,7 +338,8 @@ class Lion(_Optimizer):
 
     __slots__ = ()
 
-    c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+    c_name: str = "lion"
+    _options_type, _states = _abi.LionOptions, ("exp_avg",)
     _public = ("lr", "betas", "weight_decay")
     _defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
 
@@ -333,9 +347,9 @@ class Lion(_Optimizer):
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
-    lr = _option("lr", "Learning rate of the next step.")
-    betas = _betas("Decay rates of the moment in the next step.")
-    weight_decay = _option("weight_decay", "Weight decay of the next step.")
+    lr: _Option[float] = _option("lr", "Learning rate of the next step.")
+    betas: _Option[tuple[float, float]] = _betas("Decay rates of the moment in the next step.")
+    weight_decay: _Option[float] = _option("weight_decay", "Weight decay of the next step.")
 
 
 class Prepared:

@@ -86,7 +86,8 @@ class Tier(_NativeHandle):
             tier.wait(tier.put(extent, [array]))
             tier.commit(step=1)"""
 
-    closer, _closer_arguments = "spw_tier_close", (-1,)
+    closer: str = "spw_tier_close"
+    _closer_arguments = (-1,)
 
     opened: Fixed[Opened] = Fixed("What the open found.")
 

@@ -187,7 +187,10 @@ class Handles:
         close_tier: Closes it."""
 
     def __init__(self, tier: Tier, close_tier: Callable[[Tier], object]):
-        self.process, self.closed, self.tier, self.close_tier = os.getpid(), False, tier, close_tier
+        self.process: int = os.getpid()
+        self.closed: bool = False
+        self.tier: Tier = tier
+        self.close_tier: Callable[[Tier], object] = close_tier
         self.swap: Update | None = None
         #: The last commit that was begun beside steps.
         self.commit: Commit | None = None
@@ -306,11 +309,16 @@ class Tiered:
         close_tier: Callable[[Tier], object] = Tier.close,
         found: Callable[[Record | None], object] = lambda record: None,
     ):
-        self.by, self.place, self._user = by, place, user
+        self.by: str = by
+        self.place: Place = place
+        self._user = user
         self._figures = Figures(user, self, Tiered._told)
-        self.directory = place.directory
+        self.directory: str | None = place.directory
         self.committed: Record | None = None
-        self.commits, self.changes_made, self.changed, self.failed = 0, 0, False, False
+        self.commits: int = 0
+        self.changes_made: int = 0
+        self.changed: bool = False
+        self.failed: bool = False
         #: True while whole() runs, and after one that did not end.
         self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
@@ -350,13 +358,14 @@ class Tiered:
 
         try:
             self._check_one_commit({identity for identity, _ in everyone}, opened.opened.step, cure)
-            self.chain = Chain(everyone[0][1])
+            self.chain: Chain = Chain(everyone[0][1])
             found(self.committed)
             place.together(begin)
         except BaseException:
             self._handles.close()
             raise
-        self.resumed_step = self.committed_step = opened.opened.step
+        self.resumed_step: int | None = opened.opened.step
+        self.committed_step: int | None = opened.opened.step
 
     def _record(self, facts: dict[str, Any], payload: bytes) -> Record:
         """The record of the next commit."""

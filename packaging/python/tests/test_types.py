@@ -28,6 +28,7 @@ import spillway
 adam = spillway.Adam(lr=1e-3)
 stats = adam.step([], return_stats=True)
 reveal_type(stats)
+reveal_type((adam.lr, adam.betas, adam.rounding))
 with spillway.Tier(["a"], job="x", io_timeout=1.5) as tier:
     reveal_type(tier)
     with spillway.Swap(tier, [1], memory_budget=None) as swap:
@@ -50,6 +51,7 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
     lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if "program.py:" in line]
     assert lines == [
         'note: Revealed type is "tuple[bool, float, fallback=spillway.recording.StepStats] | None"',
+        'note: Revealed type is "tuple[float, tuple[float, float], str]"',
         'note: Revealed type is "spillway.tier.Tier"',
         'note: Revealed type is "int"',
         'error: Argument "job" to "Tier" has incompatible type "int"; expected "str"  [arg-type]',

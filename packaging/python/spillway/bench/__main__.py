@@ -16,7 +16,7 @@ from .. import _console
 from . import _accumulate, _adam, _io, _megatron, _output, _torch, _undo
 
 
-def main():
+def main() -> None:
     options = _arguments()
     if options.measurement:
         _output.run(options, options.measurement)

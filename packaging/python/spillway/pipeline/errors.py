@@ -14,4 +14,5 @@ class PipelineError(SpillwayError):
 
     def __init__(self, message: str, device: int | None = None, operation: str | None = None):
         super().__init__(message)
-        self.device, self.operation = device, operation
+        self.device: int | None = device
+        self.operation: str | None = operation

@@ -72,10 +72,13 @@ class Home:
     resumed_step: int | None = None
     payload = b""
     #: Factor of the gradients of a step before they are clipped.
-    scale = 1.0
+    scale: float = 1.0
 
     def __init__(self, name: str, rule: Rule, precision: Precision):
-        self.name, self.rule, self.precision, self.undo = name, precision.rule_of(rule), precision, False
+        self.name: str = name
+        self.rule: Rule = precision.rule_of(rule)
+        self.precision: Precision = precision
+        self.undo: bool = False
         self._last: Recorded | None = None
         self._pending: Call | None = None
 
@@ -238,7 +241,7 @@ class Recorded:
         self.table = table
         self._grads, self._grads_then = table.grads, _present(table.grads)
         #: The tensors that the step writes.
-        self.written = table.written()
+        self.written: list[Any] = table.written()
         self._written_then = _present(self.written)
 
     def run(self, status: list[int]) -> None:

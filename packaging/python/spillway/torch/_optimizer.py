@@ -111,7 +111,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _attributes: int
 
     #: Tools that ask for the arguments of the class would find those of `__new__`.
-    __signature__ = ConstructorSignature()
+    __signature__: Any = ConstructorSignature()
 
     def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
         # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of

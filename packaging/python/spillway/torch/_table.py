@@ -76,18 +76,20 @@ class Table:
         master: str = "",
         grad_name: str = "grad",
     ):
-        self._groups, self._rule, self._master, self.grad_name = groups, rule, master, grad_name
+        self._groups, self._rule, self._master = groups, rule, master
+        self.grad_name: str = grad_name
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
-        self.places, self.rest = [(row.group, row.place) for row in rows], rest
+        self.places: list[tuple[int, int]] = [(row.group, row.place) for row in rows]
+        self.rest: list[tuple[int, int]] = rest
         self._copies = [row.copy for row in rows if row.copy is not None]
         self._lists, self._flags = [list(group["params"]) for group in groups], list(map(is_torchs, groups))
         self._all, self._states = states, list(states.values())
         self._slices = self._cut(states, rows)
         self._owners = None if any(part.distributed for part in self._slices) else [*chain(*(part.owners for part in self._slices))]
-        self.has_masters = any(part.has_masters for part in self._slices)
-        self.entries = (_abi.Tensor * len(rows))()
+        self.has_masters: bool = any(part.has_masters for part in self._slices)
+        self.entries: Any = (_abi.Tensor * len(rows))()
         words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
         self._grads = words[:, _GRAD]
         self._fill(rows, list(rule.keys.values()))
@@ -156,7 +158,7 @@ class Table:
         self._shared: dict[int, torch.Tensor] = {}
         self._counting = bool(inner) and all("step" in state for state in inner)
         if not self._counting:
-            self.steps = torch.zeros(len(inner), device="cpu")
+            self.steps: torch.Tensor = torch.zeros(len(inner), device="cpu")
             return
         found = [state["step"] for state in inner]
         for number, step in enumerate(found):
@@ -180,7 +182,7 @@ class Table:
         """The C options structs by group, step count and, for rows with options of their own, the place in the group."""
         self._known = self.steps.clone()
         keys = [(number, int(step), -1 if seeds is None else place) for (number, place), step in zip(self.places, self.steps.tolist())]
-        self.options = {key: _abi.sized(self._rule.options_type) for key in dict.fromkeys(keys)}
+        self.options: dict[tuple[int, int, int], Any] = {key: _abi.sized(self._rule.options_type) for key in dict.fromkeys(keys)}
         for row, (entry, key) in enumerate(zip(self.entries, keys)):
             options = self.options[key]
             if seeds is not None:

@@ -78,9 +78,11 @@ class Flow:
         slots: int = 2,
         keep_bytes: int | None = 0,
     ):
-        self.device = _device_of(device)
+        self.device: torch.device = _device_of(device)
         _check(model, slots, keep_bytes, self.device)
-        self.fetched_bytes = self.peak_bytes = self.late = 0
+        self.fetched_bytes: int = 0
+        self.peak_bytes: int = 0
+        self.late: int = 0
         self._slots, self._keep_bytes = slots, keep_bytes
         self._up, self._down = new_link(self.device), new_link(self.device)
         # What followed each pair of uses; the last two used; the units on the device, the one used last at the end.
@@ -105,9 +107,10 @@ class Flow:
         for weight in weights:
             found = {owners.get(module, -1) for module, _ in weight.places}
             of[found.pop() if len(found) == 1 else -1].append(weight)
-        self._rest, *self.units = [Unit(own) for own in of.values()]
+        self._rest, *units = [Unit(own) for own in of.values()]
+        self.units: list[Unit] = units
         #: The weights by their parameters.
-        self.weights = {weight.on_host: weight for weight in weights}
+        self.weights: dict[torch.Tensor, Weight] = {weight.on_host: weight for weight in weights}
         self._of = {weight.on_device.untyped_storage()._cdata: weight for weight in weights}
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
@@ -367,8 +370,9 @@ class Unit:
     """Parameters that are on the device together."""
 
     def __init__(self, weights: list[Weight]):
-        self.weights, self.bytes = weights, sum(weight.bytes for weight in weights)
-        self.kept = False
+        self.weights: list[Weight] = weights
+        self.bytes: int = sum(weight.bytes for weight in weights)
+        self.kept: bool = False
         #: The forwards that use them.
         self.users: set[Entry] = set()
         #: Event at the end of the copy to the device; None: nothing is to be waited for.
@@ -388,9 +392,11 @@ class Weight:
 
     def __init__(self, flow: Flow, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]]):
         own = param.detach()
-        self._flow, self.on_host, self.places = weakref.ref(flow), param, places
-        self.on_device = self._placed(own, flow)
-        self.bytes = self.on_device.untyped_storage().nbytes()
+        self._flow = weakref.ref(flow)
+        self.on_host: torch.Tensor = param
+        self.places: list[tuple[torch.nn.Module, str]] = places
+        self.on_device: torch.nn.Parameter = self._placed(own, flow)
+        self.bytes: int = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
         self._filled: tuple[Any, ...] | None = None
@@ -516,8 +522,9 @@ class Forward(Method):
             raise InvalidArgumentError("flow: the weights of this model flow already; remove() the other Flow")
         super().__init__(module, "forward")
         self.flow: Flow | None = flow
-        self.weights, self.is_root = weights, is_root
-        self.units = [*dict.fromkeys(weight.unit for weight in weights)]
+        self.weights: list[Weight] = weights
+        self.is_root: bool = is_root
+        self.units: list[Unit] = [*dict.fromkeys(weight.unit for weight in weights)]
         self.put()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -550,7 +557,9 @@ class Entry:
     """One call of a forward, which shows weights."""
 
     def __init__(self, forward: Forward, flow: Flow):
-        self.forward, self.flow, self.thread = forward, flow, threading.get_ident()
+        self.forward: Forward = forward
+        self.flow: Flow = flow
+        self.thread: int = threading.get_ident()
         self._saving: Saving | None = None
         self._has_left = False
 

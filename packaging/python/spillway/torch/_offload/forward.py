@@ -50,7 +50,8 @@ class Method:
     plain: Any
 
     def __init__(self, module: torch.nn.Module, name: str):
-        self.module, self.name = module, name
+        self.module: torch.nn.Module = module
+        self.name: str = name
         self.own: Any = None
 
     def put(self) -> None:
@@ -58,7 +59,7 @@ class Method:
         self.own, self.plain = self.module.__dict__.get(self.name), getattr(self.module, self.name)
         update_wrapper(self, self.plain, updated=())
         # Tracers look at it before they call.
-        self.__code__ = getattr(self.plain, "__code__", None)
+        self.__code__: Any = getattr(self.plain, "__code__", None)
         self.module.__dict__[self.name] = self
 
     def remove(self) -> None:

@@ -207,7 +207,10 @@ class Offloaded(torch.optim.Optimizer):
             )
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
-        self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
+        self.max_norm: float | None = max_norm
+        self.process_group: Any = process_group
+        self.skip_nonfinite: bool = skip_nonfinite
+        self.overlap: bool | None = overlap
         self._grad_norm: float | None = None
         self._skipped = False
         self._precision, self._host_memory = precision, host_memory

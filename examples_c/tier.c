@@ -104,7 +104,7 @@ int main(int count, char **arguments) {
     }
 
     spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
-    options.memory_budget = host_bytes;
+    options.host_memory = host_bytes;
     options.elements = elements;
     options.subgroups = subgroups;
     spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;

@@ -141,7 +141,7 @@ private:
 
         const std::vector<std::uint64_t> elements(mine_.size(), block_elements);
         auto update = spillway::make<spw_swap_options>();
-        update.memory_budget = 1 << 20;
+        update.host_memory = 1 << 20;
         update.elements = elements.data();
         update.subgroups = elements.size();
         swap_ = std::make_unique<spillway::swap>(*tier_, update);

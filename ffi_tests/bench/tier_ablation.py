@@ -55,11 +55,11 @@ def work(row, given):
     on = set(ROWS[1 : ROWS.index(row) + 1])
     elements = [1 << 20] * given.mi
     paths = given.directories if "paths" in on else given.directories[:1]
-    each = plan_budget(elements, memory_budget=1 << 40, paths=len(paths)).buffer_bytes
+    each = plan_budget(elements, host_memory=1 << 40, paths=len(paths)).buffer_bytes
     budget = each * (given.mi // 2) if "cache" in on else None
     grads, adam = [np.full(n, 0.5, np.float16) for n in elements], spillway.Adam(lr=1e-3)
     with spillway.Tier(paths, job=f"ablation-{os.getpid()}", mode="create", turns=int("turns" in on)) as tier:
-        with spillway.Swap(tier, elements, memory_budget=budget) as swap:
+        with spillway.Swap(tier, elements, host_memory=budget) as swap:
             swap.fill([(np.full(n, 1.0, np.float32), None, None) for n in elements])
             seconds = []
             for _ in range(given.rounds + 2):

@@ -184,21 +184,16 @@ def made(deepspeed, options):
 
 
 def block(options):
-    """The memory of DeepSpeed's 14 buffers of 16 MiB, plus the requested extra: the cache takes the part that
-    transfers do not use."""
+    """The memory of DeepSpeed's 14 buffers of 16 MiB, plus the requested extra."""
     if options.kind in ("host", "deepspeed"):
         return {}
-    from spillway.swap import working_bytes
-
-    parts = [options.part] * (options.matrices * (1 << 20) // options.part)
-    moving = working_bytes(parts, len(options.directories), split_master=options.split)
     found = {
         "paths": options.directories,
         "job": options.kind,
         "part_elements": options.part,
         "split_master": options.split,
         "overlap": options.overlap,
-        "cache_bytes": (14 * 16 + options.more << 20) - moving,
+        "host_memory": 14 * 16 + options.more << 20,
     }
     return {**found, "ratio": options.ratio} if options.ratio else found
 

@@ -61,7 +61,7 @@ def torch_forms(directories, elements, budget):
     def form(overlap):
         params = [torch.nn.Parameter(torch.ones(n)) for n in elements]
         options = own.TierOptions(directories, job=f"torch-{overlap}", resume="create", part_elements=elements[0])
-        optimizer = own.AdamW(params, lr=1e-3, tier=options, memory_budget=budget, overlap=overlap)
+        optimizer = own.AdamW(params, lr=1e-3, tier=options, host_memory=budget, overlap=overlap)
 
         def step(compute):
             time.sleep(compute / 3)
@@ -109,7 +109,7 @@ def main():
     parser.add_argument("directories", nargs="+")
     given = parser.parse_args()
     elements = [1 << 20] * given.mi
-    budget = plan_budget(elements, memory_budget=1 << 40, paths=len(given.directories)).buffer_bytes * (given.mi // 2)
+    budget = plan_budget(elements, host_memory=1 << 40, paths=len(given.directories)).buffer_bytes * (given.mi // 2)
     if given.torch:
         forms, close = torch_forms(given.directories, elements, budget)
         measure(forms, given, f"{given.mi // 2} buffers for {given.mi} subgroups")
@@ -117,7 +117,7 @@ def main():
     grads = [np.full(n, 0.5, np.float16) for n in elements]
     adam = spillway.Adam(lr=1e-3)
     with spillway.Tier(given.directories, job="tier-overlap", mode="create") as tier:
-        with spillway.Swap(tier, elements, memory_budget=budget) as swap:
+        with spillway.Swap(tier, elements, host_memory=budget) as swap:
             swap.fill([(np.full(n, 1.0, np.float32), None, None) for n in elements])
             swap.commit(0)
             forms = {

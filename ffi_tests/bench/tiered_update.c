@@ -88,7 +88,7 @@ int main(int count, char **arguments) {
     check(spw_tier_open(&where, &tier), "opening the tier");
     spw_swap_options options = {.struct_size = sizeof options, .elements = elements, .subgroups = subgroups};
     options.flags = split ? SPW_SWAP_FLAG_SPLIT_MASTER : 0;
-    options.memory_budget = strtoull(arguments[3], NULL, 10) << 20;
+    options.host_memory = strtoull(arguments[3], NULL, 10) << 20;
     const double before = memory("VmRSS:");
     spw_swap *swap = NULL;
     check(spw_swap_open(tier, &options, &swap), "allocating memory");

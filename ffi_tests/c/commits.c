@@ -69,7 +69,7 @@ static void puts_beside_commits(void) {
 static void updates_beside_commits(void) {
     const uint64_t elements[3] = {3000, 1, 5000};
     spw_tier *tier = open_tier();
-    spw_swap_options options = {.struct_size = sizeof options, .elements = elements, .subgroups = 3, .memory_budget = 1 << 20};
+    spw_swap_options options = {.struct_size = sizeof options, .elements = elements, .subgroups = 3, .host_memory = 1 << 20};
     options.flags = SPW_SWAP_FLAG_NO_LOCK;
     spw_swap *swap = NULL;
     CHECK_OK(spw_swap_open(tier, &options, &swap));

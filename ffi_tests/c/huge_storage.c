@@ -134,8 +134,8 @@ static void tiered(void) {
             const uint64_t elements[2] = {field == 0 ? value : 1000, 1000};
             spw_swap_options options = {.struct_size = sizeof options, .flags = SPW_SWAP_FLAG_NO_LOCK, .elements = elements};
             options.subgroups = field == 1 && value > 2 ? (value > 1ull << 20 ? value : 2) : 2;
-            options.memory_budget = field == 2 ? value : 1 << 20;
-            if (field == 0 && value > 65537) options.memory_budget = value < UINT64_MAX / 64 ? value * 64 : UINT64_MAX;
+            options.host_memory = field == 2 ? value : 1 << 20;
+            if (field == 0 && value > 65537) options.host_memory = value < UINT64_MAX / 64 ? value * 64 : UINT64_MAX;
             if (field == 0 && value >= 1ull << 20 && value < 1ull << 33) continue;
             spw_swap_budget budget = {.struct_size = sizeof budget};
             SANE(spw_swap_plan_budget(&options, value, &budget));

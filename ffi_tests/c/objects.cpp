@@ -201,7 +201,7 @@ static void tier() {
 
     const std::vector<std::uint64_t> elements{1000, 24};
     auto options = spillway::make<spw_swap_options>();
-    options.memory_budget = 1 << 20;
+    options.host_memory = 1 << 20;
     options.elements = elements.data();
     options.subgroups = elements.size();
     spillway::swap update(tier, options);

@@ -34,11 +34,11 @@ static spw_tier *open_tier(uint32_t mode, uint64_t limit) {
 static spw_swap_options settings(uint64_t buffers) {
     spw_swap_options options = {.struct_size = sizeof options, .elements = SIZES, .subgroups = SUBGROUPS};
     options.flags = SPW_SWAP_FLAG_NO_LOCK;
-    options.memory_budget = 1 << 30;
+    options.host_memory = 1 << 30;
     spw_swap_budget budget = {.struct_size = sizeof budget};
     CHECK_OK(spw_swap_plan_budget(&options, 2, &budget));
     CHECK(budget.buffers == SUBGROUPS && budget.cached == SUBGROUPS && budget.step_bytes == 0);
-    options.memory_budget = buffers * budget.buffer_bytes + 17;
+    options.host_memory = buffers * budget.buffer_bytes + 17;
     return options;
 }
 
@@ -372,7 +372,7 @@ static void wrong_options_are_refused(spw_tier *tier) {
     INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
     wrong = right, wrong.subgroups = UINT64_MAX;
     INVALID(spw_swap_open(tier, &wrong, &swap), "options.subgroups");
-    wrong = right, wrong.memory_budget = 100;
+    wrong = right, wrong.host_memory = 100;
     INVALID(spw_swap_open(tier, &wrong, &swap), "3 buffers of");
     wrong = right, wrong.ratio = ratio;
     INVALID(spw_swap_open(tier, &wrong, &swap), "");

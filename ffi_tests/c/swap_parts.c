@@ -24,7 +24,7 @@ static spw_tier *open_tier(void) {
 
 static spw_swap *open_swap(spw_tier *tier, uint32_t flags) {
     spw_swap_options options = {.struct_size = sizeof options, .elements = ELEMENTS, .subgroups = SUBGROUPS};
-    options.flags = SPW_SWAP_FLAG_NO_LOCK + flags, options.memory_budget = 1 << 20;
+    options.flags = SPW_SWAP_FLAG_NO_LOCK + flags, options.host_memory = 1 << 20;
     spw_swap *swap = NULL;
     CHECK_OK(spw_swap_open(tier, &options, &swap));
     return swap;

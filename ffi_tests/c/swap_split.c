@@ -31,7 +31,7 @@ static spw_tier *open_tier(uint32_t mode) {
 static spw_swap_options settings(uint32_t flags) {
     spw_swap_options options = {.struct_size = sizeof options, .elements = SIZES, .subgroups = SUBGROUPS};
     options.flags = SPW_SWAP_FLAG_NO_LOCK | flags;
-    options.memory_budget = 4 * 1000000;
+    options.host_memory = 4 * 1000000;
     return options;
 }
 

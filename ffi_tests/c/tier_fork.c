@@ -106,7 +106,7 @@ int main(void) {
     tier = open_tier("forked", SPW_TIER_MODE_CREATE);
     spw_tier *below = open_tier("swapped", SPW_TIER_MODE_CREATE);
     const uint64_t elements = 1000;
-    const spw_swap_options swapping = {.struct_size = sizeof swapping, .elements = &elements, .subgroups = 1, .memory_budget = 1 << 24};
+    const spw_swap_options swapping = {.struct_size = sizeof swapping, .elements = &elements, .subgroups = 1, .host_memory = 1 << 24};
     CHECK_OK(spw_swap_open(below, &swapping, &swap));
 
     spw_tier *snapped = open_tier("snapped", SPW_TIER_MODE_CREATE);

@@ -179,7 +179,7 @@ static void misaligned(void) {
     spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
     spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;
     spw_io *io;
-    options.memory_budget = 1 << 20;
+    options.host_memory = 1 << 20;
     options.subgroups = 2;
     options.elements = (const uint64_t *)(const void *)(bytes + 4);
     INVALID(spw_swap_plan_budget(&options, 1, &budget), "elements: address");

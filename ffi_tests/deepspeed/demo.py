@@ -221,7 +221,7 @@ def tier(demo):
     for path in paths:
         path.mkdir()
     arguments = ["--dim", 128, "--layers", 3, "--sub_group", 120000, "--steps", 12, "--dtype", demo.dtype]
-    block = json.dumps({"ratio": [2, 1], "resume": True, "cache_bytes": 4000000, "job": "demo"})
+    block = json.dumps({"ratio": [2, 1], "resume": True, "host_memory": 8000000, "job": "demo"})
     on_tier = [*arguments, "--paths", *paths, "--block", block]
     host = demo.run("host", "tiered.py", *arguments)
     if demo.run("killed", "tiered.py", *on_tier, "--progress", kill_at=6) is not None:

@@ -145,7 +145,7 @@ def resumable(folder, _):
     first.destroy()
     held = files(folder)
     assert held and tier.steps([folder], job="deepspeed").last == 2
-    for block in (None, {"cache_bytes": 1 << 20}, {"job": "other"}):
+    for block in (None, {"host_memory": 1 << 30}, {"job": "other"}):
         scratch = make(folder, block=block, parameters="nvme")
         step(scratch)
         assert set(held) < set(files(folder))

@@ -11,7 +11,7 @@ from spillway.deepspeed._settings import of_tier
 from spillway.errors import InvalidArgumentError
 from spillway.tier import Tier
 
-SWAP = "spillway.cache_bytes is 'x'; a number of bytes, an integer from 0"
+SWAP = "spillway.host_memory is 'x'; a number of bytes, an integer from 1 to 9223372036854775807, or \"auto\""
 
 
 @pytest.fixture
@@ -28,11 +28,12 @@ def folders(tmp_path):
         ("yes", "spillway is 'yes', not an object"),
         (None, "spillway is None, not an object"),
         ({"\ud800": 1}, "spillway has a key that is not valid Unicode; the settings are background_commits"),
-        ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are background_commits, begin_from"),
+        ({"host_memor": 1}, "spillway.host_memor is unknown; did you mean host_memory\\? The settings are background_commits, begin_from"),
         ({"resume": 1}, "spillway.resume is 1; true or false is needed"),
-        ({"cache_bytes": "x"}, SWAP),
-        ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"),
-        ({"cache_bytes": -1}, "cache_bytes is -1; a number"),
+        ({"host_memory": "x"}, SWAP),
+        ({"host_memory": True}, "spillway.host_memory is True; a number of bytes"),
+        ({"host_memory": -1}, "host_memory is -1; a number"),
+        ({"host_memory": 0}, "host_memory is 0; a number"),
         ({"durability": "none"}, "spillway.durability is 'none'; \"data\" or"),
         ({"part_elements": 0}, "part_elements is 0; an integer from 1"),
         ({"paths": []}, "spillway.paths is \\[\\]; a list of directories.*leave it out for nvme_path alone"),
@@ -63,7 +64,7 @@ def folders(tmp_path):
             "spillway.paths\\[0\\].limit_bytes is 18446744073709551616; a number of bytes",
         ),
         ({"paths": [{"path": "x", "reserve_bytes": 1 << 63}]}, "spillway.paths\\[0\\].reserve_bytes is 9223372036854775808"),
-        ({"cache_bytes": 1 << 64}, "spillway.cache_bytes is 18446744073709551616; a number of bytes"),
+        ({"host_memory": 1 << 64}, "spillway.host_memory is 18446744073709551616; a number of bytes"),
         ({"part_elements": 1 << 64}, "spillway.part_elements is 18446744073709551616"),
         ({"commit_interval": 1 << 64, "resume": True}, "spillway.commit_interval is 18446744073709551616"),
         ({"interleave": {"plan_argument": 1 << 64}}, "spillway.interleave.plan_argument is 18446744073709551616; an integer"),
@@ -139,7 +140,7 @@ def superoffload():
     "block, configuration, words",
     [
         ({"resume": True}, zero(3, "cpu"), "spillway.resume is for optimizer states on a tier.*stage 3 and the device cpu"),
-        ({"cache_bytes": 1, "pin_memory": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, pin_memory out"),
+        ({"host_memory": 1, "pin_memory": False}, zero(2, "cpu"), "spillway.host_memory .*stage 2.*take host_memory, pin_memory out"),
         ({"paths": ["/tmp"]}, zero(0), "spillway.paths .*stage 0 and the device none"),
         ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
         ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
@@ -158,7 +159,7 @@ def test_what_nothing_would_serve_is_an_error(block, configuration, words):
         ({}, zero(0)),
         ({"enabled": False}, zero(2, "cpu")),
         ({"enabled": False, "interleave": {}}, zero(3, "cpu")),
-        ({"cache_bytes": 1}, zero(3, "nvme")),
+        ({"host_memory": 1}, zero(3, "nvme")),
         ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")),
         ({"interleave": {}}, zero(3, "cpu")),
         ({"superoffload": {"verdict": "forward"}}, superoffload()),

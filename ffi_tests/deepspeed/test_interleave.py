@@ -68,7 +68,7 @@ def test_what_the_block_gets_wrong_is_named(settings, words):
 
 
 def test_a_block_without_the_object_is_no_concern():
-    assert _settings.of_interleave(None) is None and _settings.of_interleave({"cache_bytes": 1}) is None
+    assert _settings.of_interleave(None) is None and _settings.of_interleave({"host_memory": 1}) is None
     assert _settings.of_interleave({"interleave": {}}) == _settings.InterleaveBlock()
     with pytest.raises(InvalidArgumentError, match="interleave is 'yes'; an object is needed"):
         _settings.of_interleave({"interleave": "yes"})

@@ -104,7 +104,7 @@ def test_a_step_during_backward_has_these_bits_too(train, in_host, paths, name):
     parted = {**({"part_elements": 5000} if name in PARTED else {}), "split_master": name == "split"}
     # Gradients become complete one sub-group after the other; by DeepSpeed's default all do so at the end of backward.
     early = [] if name == "three groups" else ["--reduce_bucket", "12000"]
-    block = json.dumps({"overlap": True, "cache_bytes": 600000, **parted})
+    block = json.dumps({"overlap": True, "host_memory": 950000 if name in PARTED else 1830000, **parted})
     on_tier = train("--paths", *paths, "--block", block, *early, *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
     (tier,) = on_tier["active"]["tier"]
@@ -115,7 +115,8 @@ def test_a_step_during_backward_has_these_bits_too(train, in_host, paths, name):
 @pytest.mark.parametrize("name", ["bf16", "unclipped", "three groups"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_weights_on_a_device_get_two_bytes_each_and_backward_waits_for_no_copy(train, in_host, paths, name, overlap):
-    block = json.dumps({"overlap": overlap, "cache_bytes": 600000, **({"part_elements": 5000} if name in PARTED else {})})
+    parted = {"part_elements": 5000, "host_memory": 950000} if name in PARTED else {"host_memory": 1830000}
+    block = json.dumps({"overlap": overlap, **parted})
     early = [] if name == "three groups" else ["--reduce_bucket", "12000"]
     on_tier = train("--paths", *paths, "--device", "--block", block, *early, *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
@@ -126,7 +127,7 @@ def test_weights_on_a_device_get_two_bytes_each_and_backward_waits_for_no_copy(t
 
 @pytest.mark.parametrize(
     "more",
-    [{"part_elements": 5000}, {"overlap": True, "cache_bytes": 300000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
+    [{"part_elements": 5000}, {"overlap": True, "host_memory": 1000000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
     ids=["at once", "overlap", "split"],
 )
 def test_bf16_moments_are_those_of_host_memory_rounded_after_each_step(train, in_host, paths, more):
@@ -137,7 +138,7 @@ def test_bf16_moments_are_those_of_host_memory_rounded_after_each_step(train, in
 
 @pytest.mark.parametrize(
     "more",
-    [{"part_elements": 5000}, {"overlap": True, "cache_bytes": 300000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
+    [{"part_elements": 5000}, {"overlap": True, "host_memory": 1000000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
     ids=["at once", "overlap", "split"],
 )
 def test_8_bit_moments_have_the_same_bits_however_they_are_stepped(train, in_host, paths, more):
@@ -179,7 +180,7 @@ def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host,
 
 
 def test_a_cache_saves_what_it_holds(train, in_host, paths):
-    cached = train("--paths", *paths, "--block", '{"cache_bytes": 1200000}')
+    cached = train("--paths", *paths, "--block", '{"host_memory": 2400000}')
     assert same(cached, in_host())
     (tier,) = cached["active"]["tier"]
     assert 0 < tier["cached"] < tier["subgroups"] and tier["hits"] == (tier["rounds"] - 1) * tier["cached"]
@@ -225,14 +226,17 @@ def killed_between_commits(starter, folder, both, rank, step, *arguments):
 
 # (rank, step) of two deaths before a commit: in the first step and in a later one, or in some step and in the first one
 # after the resume.
-KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()), "unclipped": (((0, 3), (1, 3)), 0, True, ("--clip", "0", "--accumulate", "2"))}
+KILLED = {
+    "cached": (((1, 1), (0, 4)), 1800000, False, ()),
+    "unclipped": (((0, 3), (1, 3)), None, True, ("--clip", "0", "--accumulate", "2")),
+}
 
 
 @pytest.mark.parametrize("name", KILLED)
 def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(starter, train, paths, tmp_path, both, name):
-    kills, cache, split, more = KILLED[name]
+    kills, memory, split, more = KILLED[name]
     further = {"split_master": split, "overlap": split}
-    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000, **further})
+    block = json.dumps({"resume": True, "host_memory": memory, "part_elements": 20000, **further})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:
@@ -347,7 +351,7 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
 )
 def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths, tmp_path, interval, kills, split, background):
     further = {"split_master": split, "overlap": split, "background_commits": background}
-    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, **further})
+    block = json.dumps({"resume": True, "commit_interval": interval, "host_memory": 2400000, **further})
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
@@ -385,7 +389,7 @@ def test_without_resume_the_paths_are_scratch(train, in_host, paths):
 def test_states_and_gradients_are_seen_and_set_between_steps(run_forked, paths):
     """DeepSpeed's functions that read one parameter give the same values on the tier as in host memory."""
     text = (HERE / "fragments.py").read_text()
-    beside = '{"overlap": true, "cache_bytes": 100000}'
+    beside = '{"overlap": true, "host_memory": 600000}'
     kinds = (("", "{}"), (str(paths[0]), "{}"), (str(paths[1]), SPLIT), (str(paths[1]), beside))
     host, *on_tier = (run_forked(text, HERE, PLACE=place, BLOCK=block, OMP_NUM_THREADS="1") for place, block in kinds)
     assert [host, host, host] == on_tier and "exp_avg_sq" in host and host.count("\n") > 40

@@ -101,7 +101,7 @@ FAILURES = {
     "shards": ("stored(Model([]) if rank else model, folder, rank=rank, world=2, job=name)", "InvalidArgumentError"),
     "another world": ("stored(model, folder, rank=rank, world=3, job=name)", "InvalidArgumentError"),
     "the tier": ("make(host='x' * 5000 if rank else 'x')", "InvalidArgumentError"),
-    "the budget": ("make(memory_budget=1 if rank else None)", "InvalidArgumentError"),
+    "the budget": ("make(host_memory=1 if rank else None)", "InvalidArgumentError"),
     "the number of a commit": ("made.append(make()); made[-1].commit(-1 if rank else None)", "InvalidArgumentError"),
     "numbers of ranks": ("made.append(make()); made[-1].commit(5 + rank)", "InvalidArgumentError"),
     "other calls": ("made.append(make()); train(made[-1], range(1 + rank)); made[-1].commit()", "OutOfOrderError"),

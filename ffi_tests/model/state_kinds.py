@@ -39,7 +39,7 @@ class Swapped:
         for base in self.bases:
             os.mkdir(base)
         self.elements = [draw.choice((1, 17, 4096, 20000, 50001)) for _ in range(draw.choice((1, 2, 5)))]
-        self.options = {"huge_pages": False, "pin_memory": draw.random() < 0.5, "memory_budget": draw.choice((None, None, 1 << 22))}
+        self.options = {"huge_pages": False, "pin_memory": draw.random() < 0.5, "host_memory": draw.choice((None, None, 1 << 22))}
         self.tier_options = {
             "job": "swap",
             "turns": int(draw.random() < 0.2),

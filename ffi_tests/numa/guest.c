@@ -207,7 +207,7 @@ static void an_update_and_its_memory_path_lie_on_their_nodes(uint32_t buffers, u
     settings.node = buffers;
     settings.elements = elements;
     settings.subgroups = SUBGROUPS;
-    settings.memory_budget = 32 * MIB;
+    settings.host_memory = 32 * MIB;
     spw_swap *swap;
     CHECK(bound_to(buffers).all == 0);
     CHECK_OK(spw_swap_open(tier, &settings, &swap));

@@ -26,7 +26,7 @@ NAN = float("nan")
         ("skip_nonfinite", ("no", 0)),
         ("process_group", (5, "gloo")),
         ("max_norm", (-1, 0, NAN, "1", True)),
-        ("memory_budget", ("x", 1.5, -1, True)),
+        ("host_memory", ("x", 1.5, -1, True)),
         ("tier", (5, "", [], True, [5], b"x", ...)),
         ("moment_rounding", (1, [])),
         ("master", (True, ["f32"])),
@@ -35,7 +35,7 @@ NAN = float("nan")
 )
 def test_a_keyword_with_a_wrong_value_is_named(keyword, values):
     for value in values:
-        further = {"tier": [None]} if keyword == "memory_budget" else {}
+        further = {"tier": [None]} if keyword == "host_memory" else {}
         with pytest.raises(spillway.InvalidArgumentError, match=f"{keyword} is "):
             own.AdamW([torch.nn.Parameter(torch.zeros(10))], **{keyword: value}, **further)
 

@@ -9,6 +9,7 @@ from tier_runs import same, same_states, tier, train
 from tier_worker import parameters, random_grads
 
 import spillway
+from spillway import _pinned
 from spillway import torch as own
 
 
@@ -78,18 +79,32 @@ def test_the_program_may_write_to_parameters(tier):
     assert same(ours, theirs)
 
 
-def test_the_memory_budget_holds(tmp_path):
+def test_the_host_memory_holds(tmp_path):
     params = [torch.nn.Parameter(torch.randn(300_000)) for _ in range(3)]
-    optimizer = own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), memory_budget=4 << 20)
+    optimizer = own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), host_memory=4 << 20)
     budget = optimizer._home.tiered.swap.budget
     assert budget.host_bytes <= 4 << 20 < budget.state_bytes and budget.cached < len(optimizer._home.on_tier.layout.elements)
     train(optimizer, params, range(2))
     assert optimizer._home.tiered.swap.stats().fetched > 0
     optimizer.commit()
     optimizer.close()
-    with pytest.raises(spillway.InvalidArgumentError, match="memory_budget|bytes"):
-        own.AdamW(params, tier=tmp_path, memory_budget=1000)
-    assert own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), memory_budget=8 << 20).resumed_step == 2
+    with pytest.raises(spillway.InvalidArgumentError, match="host_memory|bytes"):
+        own.AdamW(params, tier=tmp_path, host_memory=1000)
+    assert own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), host_memory=8 << 20).resumed_step == 2
+
+
+def test_auto_caches_what_half_of_the_memory_left_for_this_rank_holds(tmp_path, monkeypatch):
+    params = [torch.nn.Parameter(torch.randn(300_000)) for _ in range(3)]
+    where = own.TierOptions(tmp_path, pin_memory=False, part_elements=20_000)
+    monkeypatch.setattr(_pinned, "unused_bytes", lambda: 16 << 20)
+    optimizer = own.AdamW(params, tier=where, host_memory="auto")
+    assert 4 << 20 < optimizer._home.tiered.swap.budget.host_bytes <= 8 << 20
+    optimizer.close()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    optimizer = own.AdamW(params, tier=where._replace(job="other"), host_memory="auto")
+    assert 1 << 20 < optimizer._home.tiered.swap.budget.host_bytes <= 2 << 20
+    optimizer.close()
 
 
 def test_a_tier_in_memory_and_a_disk_without_room(tmp_path):
@@ -101,7 +116,7 @@ def test_a_tier_in_memory_and_a_disk_without_room(tmp_path):
     full = own.TierOptions([spillway.TierPath(tmp_path, limit_bytes=1 << 20)], part_elements=9000, pin_memory=False)
     message = "the states of the optimizer need 1.2 MB .*no path has room: .* has 1048576 bytes free;.*limit_bytes"
     with pytest.raises(spillway.SpillwayError, match=message):
-        own.AdamW(params, tier=full, memory_budget=1 << 20)
+        own.AdamW(params, tier=full, host_memory=1 << 20)
 
 
 def test_garbage_collection_frees_the_lock_and_the_memory(tier):

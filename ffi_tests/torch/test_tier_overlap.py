@@ -23,7 +23,7 @@ PARTS = (50, 700, 1 << 20)
 def tiered(seed, **more):
     options = own.TierOptions([None, None] if seed % 2 else None, part_elements=PARTS[seed % 3], pin_memory=False)
     budget = None if seed % 5 else 2 << 20
-    return lambda params, model, **given: own.AdamW(params, tier=options, memory_budget=budget, **given, **more)
+    return lambda params, model, **given: own.AdamW(params, tier=options, host_memory=budget, **given, **more)
 
 
 @pytest.mark.sampled(cases=8)

@@ -6,7 +6,7 @@
 // from its gradient, and writes it back; fetches, updates and writes of different subgroups overlap.
 //
 //     spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
-//     options.memory_budget = 4ull << 30;
+//     options.host_memory = 4ull << 30;
 //     options.elements = elements;
 //     options.subgroups = count;
 //     spw_swap *swap;
@@ -77,7 +77,7 @@ typedef struct spw_swap_options {
     uint32_t flags;
     // Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan_budget` computes the
     // resulting budget.
-    uint64_t memory_budget;
+    uint64_t host_memory;
     // Number of elements of each subgroup. The array may be freed after the call.
     const uint64_t *elements;
     // Number of subgroups, at most 2^20.

@@ -635,7 +635,7 @@ class SwapOptions(Given):
     _fields_ = [
         ("struct_size", c_uint32),
         ("flags", c_uint32),
-        ("memory_budget", c_uint64),
+        ("host_memory", c_uint64),
         ("elements", POINTER(c_uint64)),
         ("subgroups", c_uint64),
         ("ratio", POINTER(c_double)),

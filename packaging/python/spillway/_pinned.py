@@ -6,9 +6,11 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal
 
-from . import _abi, _native
+from . import _abi, _native, topo
+from .errors import InvalidArgumentError
 
 
 def allocate(size: int, freed: Callable[[int], object] = lambda address: None) -> Any:
@@ -34,6 +36,25 @@ def unused_bytes() -> int | None:
     stats = _abi.sized(_abi.PinnedStats)
     _native.call("spw_pinned_get_stats", ctypes.byref(stats))
     return stats.unused_bytes or None
+
+
+def limit_of(user: str, host_memory: int | Literal["auto"] | None) -> int | None:
+    """The bytes of host memory that an argument `host_memory` allows; None: any number.
+
+    Args:
+        user: What has the argument, for messages.
+        host_memory: A number of bytes; "auto": this rank's share of what machine and cgroup have left now; None.
+
+    Raises:
+        InvalidArgumentError: It is something else."""
+    if isinstance(host_memory, str) and host_memory == "auto":
+        left = unused_bytes()
+        return None if left is None else left // topo._ranks_here()[1]
+    if host_memory is None:
+        return None
+    if isinstance(host_memory, bool) or not isinstance(host_memory, Integral) or not 0 < host_memory < 1 << 64:
+        raise InvalidArgumentError(f"{user}: host_memory is {host_memory!r}; pass a number of bytes, 'auto', or None for no limit")
+    return int(host_memory)
 
 
 def contains(address: int, size: int) -> bool:

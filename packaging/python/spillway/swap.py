@@ -1,7 +1,7 @@
 """Adam over optimizer state that is stored on a tier and updated through a few buffers of host memory.
 
     with spillway.Tier(["/mnt/nvme", "/mnt/pfs"], job="run7") as tier:
-        with spillway.Swap(tier, elements=[n0, n1, n2], memory_budget=4 << 30) as swap:
+        with spillway.Swap(tier, elements=[n0, n1, n2], host_memory=4 << 30) as swap:
             swap.fill([(master0, None, None), (master1, None, None), (master2, None, None)])
             for step in range(1, steps + 1):
                 swap.step(spillway.Adam(lr=1e-3), [(grad0, weight0), (grad1, weight1), (grad2, weight2)])
@@ -37,7 +37,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
-from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _kept, _native, _pinned, _tensor_rows
 from ._arrays import Array
 from ._attributes import Fixed, described
 from ._commit import Commit
@@ -116,13 +116,13 @@ class SwapStats(NamedTuple):
 
 
 def plan_budget(
-    elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False, moment_dtype: MomentDtype = "f32"
+    elements: Sequence[int], *, host_memory: int, paths: int, split_master: bool = False, moment_dtype: MomentDtype = "f32"
 ) -> Budget:
     """Computes the Budget of a swapped update; allocates nothing.
 
     Args:
         elements: Number of elements of each subgroup.
-        memory_budget: Limit of the host memory for state, in bytes.
+        host_memory: Limit of the host memory for state, in bytes.
         paths: Number of paths of the tier.
         split_master, moment_dtype: As for Swap.
 
@@ -130,9 +130,9 @@ def plan_budget(
         InvalidArgumentError: The limit is too small; the message names the least one.
 
     Example:
-        spillway.swap.plan_budget([1 << 24] * 8, memory_budget=1 << 30, paths=2).cached"""
+        spillway.swap.plan_budget([1 << 24] * 8, host_memory=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, memory_budget, split_master, moment_dtype)
+    options = _options(elements, host_memory, split_master, moment_dtype)
     _native.call("spw_swap_plan_budget", ctypes.byref(options), paths, ctypes.byref(budget))
     return _record(Budget, budget)
 
@@ -147,7 +147,8 @@ class Swap(_NativeHandle):
     Args:
         tier: The open Tier.
         elements: Number of elements of each subgroup.
-        memory_budget: Limit of the host memory for state, in bytes; None: the least that keeps every path busy.
+        host_memory: Limit of the host memory for state, in bytes; None: the least that keeps every path busy; "auto": half of what the
+            machine, and a cgroup, have left for this rank. What exceeds the least caches states.
         ratio: Share of each path in the state, a number per path; None: in proportion to the measured bandwidths.
         speeds: First estimates of the paths' bandwidths, in bytes per second; None: in proportion to the state that the tier
             holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
@@ -182,7 +183,7 @@ class Swap(_NativeHandle):
         tier: Tier,
         elements: Sequence[int],
         *,
-        memory_budget: int | None = None,
+        host_memory: int | Literal["auto"] | None = None,
         ratio: Sequence[float] | None = None,
         speeds: Sequence[float] | None = None,
         huge_pages: bool = True,
@@ -194,8 +195,8 @@ class Swap(_NativeHandle):
         paths = len(Tier._given("Swap: tier", tier).paths())
         self.elements, self.split_master, self.moment_dtype = tuple(elements), split_master, moment_dtype
         encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
-        least = working_bytes(elements, paths, **encoding) if memory_budget is None else memory_budget
-        options = _options(self.elements, least, **encoding)
+        limit = _limit(host_memory, lambda: working_bytes(elements, paths, **encoding))
+        options = _options(self.elements, limit, **encoding)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
         options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory)
         if node is not None:
@@ -205,7 +206,7 @@ class Swap(_NativeHandle):
         #: The step that was begun last; a rollback ends it.
         self._update: SwapUpdate | None = None
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
-        self.budget = plan_budget(self.elements, memory_budget=least, paths=paths, **encoding)
+        self.budget = plan_budget(self.elements, host_memory=limit, paths=paths, **encoding)
 
     def __len__(self) -> int:
         """Number of subgroups."""
@@ -680,16 +681,24 @@ def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = F
         paths: Number of paths of the tier.
         split_master, moment_dtype: As for Swap."""
     encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
-    return plan_budget(elements, memory_budget=(1 << 64) - 1, paths=paths, **encoding).working_bytes
+    return plan_budget(elements, host_memory=(1 << 64) - 1, paths=paths, **encoding).working_bytes
 
 
-def _options(elements: Sequence[int], memory_budget: int, split_master: bool, moment_dtype: str) -> Any:
+def _limit(host_memory: int | Literal["auto"] | None, least: Callable[[], int]) -> int:
+    limit = _pinned.limit_of("Swap", host_memory)
+    if limit is None:
+        return least()
+    # The other half is for what the program takes later.
+    return limit // 2 if isinstance(host_memory, str) else limit
+
+
+def _options(elements: Sequence[int], host_memory: int, split_master: bool, moment_dtype: str) -> Any:
     if not isinstance(moment_dtype, str) or moment_dtype not in _MOMENTS:
         raise InvalidArgumentError(f'Swap: moment_dtype is {moment_dtype!r}; pass "f32", "bf16" or "int8"')
     options = _abi.sized(_abi.SwapOptions)
     options.flags = _SPLIT_MASTER * bool(split_master) + _MOMENTS[moment_dtype][0]
     options.elements, options.subgroups = _arguments.table("elements", elements, ctypes.c_uint64), len(elements)
-    options.memory_budget = memory_budget
+    options.host_memory = host_memory
     return options
 
 

@@ -185,11 +185,17 @@ def split(share: float = 0.8) -> Cores:
 
     Raises:
         InvalidArgumentError: `share` is not above 0 and at most 1."""
+    rank, ranks = _ranks_here()
+    if ranks > 1 and not read().bound:
+        return place(rank, ranks, share)
+    return _cores(None, False, 0, 0, share, "node")
+
+
+def _ranks_here() -> tuple[int, int]:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE, which a launcher sets; 0 and 1 without one."""
     rank, ranks = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     launched = rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)
-    if launched and int(ranks) > 1 and not read().bound:
-        return place(int(rank), int(ranks), share)
-    return _cores(None, False, 0, 0, share, "node")
+    return (int(rank), int(ranks)) if launched else (0, 1)
 
 
 def bind(cpus: Iterable[int] | str) -> None:

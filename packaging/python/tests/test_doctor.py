@@ -112,7 +112,7 @@ def test_without_a_profile_paths_are_not_planned(doctor, tmp_path):
 @pytest.mark.parametrize(
     "zero, block, said",
     [
-        (ZERO3, {"cache_byte": 1}, "did you mean cache_bytes"),
+        (ZERO3, {"host_memor": 1}, "did you mean host_memory"),
         (ZERO3, {"resume": True}, "spillway.resume is for optimizer states on a tier"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"interleave": {}}, "needs zero_optimization with stage 3"),
         (ZERO3, 7, "not an object"),

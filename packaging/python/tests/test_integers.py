@@ -149,10 +149,10 @@ def test_a_bucket_that_does_not_fit_is_not_another_bucket():
 def test_sizes_and_counts_in_lists_are_checked(tmp_path):
     for elements in ([-1], [2**64 + 100], [1.5], [np.int64(-5)]):
         with pytest.raises(spillway.InvalidArgumentError, match="elements is .*; pass an integer from 0 to"):
-            spillway.swap.plan_budget(elements, memory_budget=1 << 30, paths=1)
+            spillway.swap.plan_budget(elements, host_memory=1 << 30, paths=1)
     for paths in (-1, 2**64, 1.0):
         with pytest.raises(spillway.InvalidArgumentError, match="paths is .*; pass an integer from 0 to"):
-            spillway.swap.plan_budget([1000], memory_budget=1 << 30, paths=paths)
+            spillway.swap.plan_budget([1000], host_memory=1 << 30, paths=paths)
 
 
 def test_a_close_with_a_very_long_timeout_closes(tmp_path):

@@ -225,7 +225,7 @@ def tiered():
     grads = [gradient(size) for size in sizes]
     weights = [numpy.zeros(size, numpy.uint16) if split else None for size in sizes]
     with spillway.Tier(folders, job="plan") as tier, \\
-            spillway.Swap(tier, sizes, memory_budget=limit, huge_pages=False, pin_memory=False, split_master=split) as swap:
+            spillway.Swap(tier, sizes, host_memory=limit, huge_pages=False, pin_memory=False, split_master=split) as swap:
         swap.fill([(None, None, None)] * len(sizes))
         rows = list(zip(grads, weights))
         for _ in range(2):

@@ -34,9 +34,9 @@ def open_tier(folders, job="test", **settings):
 
 def open_swap(tier, buffers=3, sizes=SIZES, **settings):
     split, encoding = settings.get("split_master", False), {key: settings[key] for key in ENCODING if key in settings}
-    plan = swap_module.plan_budget(sizes, memory_budget=1 << 40, paths=1, **encoding)
+    plan = swap_module.plan_budget(sizes, host_memory=1 << 40, paths=1, **encoding)
     host_bytes = buffers * plan.buffer_bytes + (3 * plan.master_bytes if split else 0)
-    return spillway.Swap(tier, sizes, memory_budget=host_bytes, **FREE, **settings)
+    return spillway.Swap(tier, sizes, host_memory=host_bytes, **FREE, **settings)
 
 
 def gradients(step):
@@ -435,7 +435,7 @@ def test_only_the_update_commits_and_rolls_back_what_it_changed(folders, specula
 def test_an_update_that_a_rollback_or_a_close_ended_touches_no_later_one():
     gradient = np.ones(4, np.float32)
     with spillway.Tier([None], job="stale") as tier:
-        with spillway.Swap(tier, [4], memory_budget=1 << 24, **FREE) as swap:
+        with spillway.Swap(tier, [4], host_memory=1 << 24, **FREE) as swap:
             swap.fill([(np.ones(4, np.float32), None, None)])
             swap.commit(0)
             one, other = spillway.Adam(lr=0.1), spillway.Adam(lr=0.5)
@@ -531,7 +531,7 @@ def test_mistakes_name_themselves(folders):
             "turn_timeout is .* integer from 0 to 4294967295": lambda: open_tier(folders, turns=1, turn_timeout=5e6),
             "node is 0.5": lambda: open_swap(tier, node=0.5),
             "NUMA node, but the path is not in memory": lambda: spillway.Tier([spillway.TierPath(folders[0], node=0)], job="node"),
-            "3 buffers of": lambda: spillway.Swap(tier, SIZES, memory_budget=4096),
+            "3 buffers of": lambda: spillway.Swap(tier, SIZES, host_memory=4096),
         }
         for words, mistake in wrong.items():
             with pytest.raises(spillway.InvalidArgumentError, match=words):

@@ -20,8 +20,8 @@ def folders(tmp_path):
 
 
 def open_swap(tier, cached):
-    plans = (swap_module.plan_budget(SIZES, memory_budget=budget, paths=1) for budget in range(4 * 49152, 20 * 49152, 4096))
-    return spillway.Swap(tier, SIZES, memory_budget=next(plan.host_bytes for plan in plans if plan.cached == cached))
+    plans = (swap_module.plan_budget(SIZES, host_memory=budget, paths=1) for budget in range(4 * 49152, 20 * 49152, 4096))
+    return spillway.Swap(tier, SIZES, host_memory=next(plan.host_bytes for plan in plans if plan.cached == cached))
 
 
 def firsts(swap):

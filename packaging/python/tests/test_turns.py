@@ -92,7 +92,7 @@ commit = tier.commit(7, wait=False)
     "update": """
 import sys, numpy, spillway
 tier = spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600)
-swap = spillway.Swap(tier, [1 << 20] * 4, memory_budget=100 << 20)
+swap = spillway.Swap(tier, [1 << 20] * 4, host_memory=100 << 20)
 swap.begin(spillway.Adam(lr=1e-3))
 """,
     "snapshot": """

@@ -31,7 +31,7 @@ reveal_type(stats)
 reveal_type((adam.lr, adam.betas, adam.rounding))
 with spillway.Tier(["a"], job="x", io_timeout=1.5) as tier:
     reveal_type(tier)
-    with spillway.Swap(tier, [1], memory_budget=None) as swap:
+    with spillway.Swap(tier, [1], host_memory=None) as swap:
         reveal_type(swap.stats().rounds)
 spillway.Tier(["a"], job=3)
 spillway.Adamm
@@ -69,7 +69,7 @@ reveal_type(optimizer)
 reveal_type(optimizer.grad_norm)
 spillway.torch.AdamW(model.parameters(), lr="x")
 spillway.torch.Adagrad(model.parameters(), max_nrom=1.0)
-spillway.torch.Lion(model.parameters(), memory_budget="x")
+spillway.torch.Lion(model.parameters(), host_memory="x")
 """
 
 
@@ -89,7 +89,7 @@ def test_a_program_that_uses_the_torch_optimizers_is_checked(repository, tmp_pat
         'error: Argument "lr" to "AdamW" has incompatible type "str"; expected "float | Tensor"  [arg-type]',
         'error: Unexpected keyword argument "max_nrom" for "Adagrad"; did you mean "max_norm"?  [call-arg]',
         'note: "Adagrad" defined in "spillway.torch"',
-        'error: Argument "memory_budget" to "Lion" has incompatible type "str"; expected "int | None"  [arg-type]',
+        'error: Argument "host_memory" to "Lion" has incompatible type "Literal[\'x\']"; expected "int | Literal[\'auto\'] | None"  [arg-type]',
     ], done.stdout
 
 

@@ -194,7 +194,7 @@ fn quickest(strategies: &[Outcome], counts: fn(Strategy) -> bool) -> Option<&'st
 fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
     let placed = match case.place(strategy) {
         // The buffers of a tiered update do not fit, which is the answer.
-        Err(Error::InvalidArgument { argument, reason }) if argument == "memory_budget" => {
+        Err(Error::InvalidArgument { argument, reason }) if argument == "host_memory" => {
             return Ok(refused(strategy, reason));
         }
         placed => placed?,

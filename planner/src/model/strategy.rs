@@ -334,15 +334,15 @@ impl<'a> Case<'a> {
                 size(host),
                 size(held)
             );
-            return Err(Error::invalid("memory_budget", reason));
+            return Err(Error::invalid("host_memory", reason));
         }
         let paths = self.paths(strategy).len();
         let need = (self.budget)(&self.sizes, split, paths, left.filter(|_| caches));
         let need = need.map_err(|error| match error {
-            Error::InvalidArgument { argument, reason } if argument == "memory_budget" => {
+            Error::InvalidArgument { argument, reason } if argument == "host_memory" => {
                 let reason =
                     format!("the host memory of a rank, beside gradients and 16-bit weights, {reason}");
-                Error::invalid("memory_budget", reason)
+                Error::invalid("host_memory", reason)
             }
             other => other,
         })?;

@@ -20,7 +20,7 @@ fn need(sizes: &[u64], split: bool, paths: usize, limit: Option<u64>) -> Result<
     let working = (2 * paths as u64 + 1).max(3).min(count);
     let affordable = limit.map_or(working, |limit| limit / largest.max(1)).min(count);
     if affordable < count.min(3) {
-        return Err(Error::invalid("memory_budget", "is too small"));
+        return Err(Error::invalid("host_memory", "is too small"));
     }
     let cached = if affordable == count { count } else { affordable.saturating_sub(working) };
     let state_bytes = each * sizes.iter().sum::<u64>();

@@ -4,7 +4,7 @@
 //! from its gradient, and writes it back; fetches, updates and writes of different subgroups overlap.
 //!
 //!     spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
-//!     options.memory_budget = 4ull << 30;
+//!     options.host_memory = 4ull << 30;
 //!     options.elements = elements;
 //!     options.subgroups = count;
 //!     spw_swap *swap;

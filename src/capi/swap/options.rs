@@ -42,7 +42,7 @@ pub struct spw_swap_options {
     pub flags: u32,
     /// Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan_budget` computes the
     /// resulting budget.
-    pub memory_budget: u64,
+    pub host_memory: u64,
     /// Number of elements of each subgroup. The array may be freed after the call.
     pub elements: In<u64>,
     /// Number of subgroups, at most 2^20.
@@ -129,7 +129,7 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
             master: if raw.flags & 4 == 0 { Master::Full } else { Master::Split },
             moments: moments_of(raw.flags)?,
         },
-        memory_budget: raw.memory_budget,
+        host_memory: raw.host_memory,
         backing: Backing {
             huge: raw.flags & 1 == 0,
             lock: raw.flags & 2 == 0,

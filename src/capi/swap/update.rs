@@ -41,7 +41,7 @@ pub extern "C" fn spw_swap_plan_budget(
         let options = parse(options, 0)?;
         let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
         let paths = paths.ok_or_else(|| Error::invalid("paths", "must be at most 1024"))?;
-        let plan = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
+        let plan = budget::plan(&options.subgroups, options.usual, paths, options.host_memory)?;
         write_budget(plan, budget_out)
     })
 }

@@ -33,10 +33,10 @@ pub struct Budget {
 /// split. With little memory a single master is enough.
 pub const MASTERS_IN_MOTION: usize = 3;
 
-/// The best use of `memory_budget` for subgroups of these numbers of elements over `paths` paths. Enough buffers are
+/// The best use of `host_memory` for subgroups of these numbers of elements over `paths` paths. Enough buffers are
 /// working buffers that every path can read and write at once; all others cache subgroups. `usual` is the encoding of
-/// state on the tier. Errors: `memory_budget` is too small (the error says what is needed), or sizes overflow 64 bits.
-pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64) -> Result<Budget> {
+/// state on the tier. Errors: `host_memory` is too small (the error says what is needed), or sizes overflow 64 bits.
+pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, host_memory: u64) -> Result<Budget> {
     let too_large = || Error::invalid("subgroups", "together exceed 2^64 bytes");
     let count = subgroups.len();
     let mut buffer_bytes = BASE_PAGE as u64;
@@ -49,7 +49,7 @@ pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64
     let largest = subgroups.iter().copied().max().unwrap_or(0);
     let master_bytes = encoding::master_bytes(largest).ok_or_else(too_large)?;
     let affordable = |masters: usize| {
-        let left = memory_budget.saturating_sub(master_bytes.saturating_mul(masters as u64));
+        let left = host_memory.saturating_sub(master_bytes.saturating_mul(masters as u64));
         fits(left, buffer_bytes).min(count)
     };
     let least = count.min(LEAST_WORKING);
@@ -65,13 +65,13 @@ pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64
             _ => format!(", and one of {master_bytes} bytes for its master weights"),
         };
         let reason = format!(
-            "is {memory_budget} bytes, but at least {least} buffers of {buffer_bytes} bytes are needed for \
+            "is {host_memory} bytes, but at least {least} buffers of {buffer_bytes} bytes are needed for \
              the state of the largest subgroup{masters}"
         );
-        return Err(Error::invalid("memory_budget", reason));
+        return Err(Error::invalid("host_memory", reason));
     }
     let masters = match buffers == count && usual.master == Master::Split {
-        true => fits(memory_budget - count as u64 * buffer_bytes, master_bytes).min(count),
+        true => fits(host_memory - count as u64 * buffer_bytes, master_bytes).min(count),
         false => masters,
     };
     let working = (2 * paths + 1).max(LEAST_WORKING).min(count);

@@ -128,7 +128,7 @@ impl Swap {
     /// Allocates the memory and defines the extents. Subgroups that the tier already holds keep their state.
     pub fn open(tier: Arc<Tier>, options: &SwapOptions) -> Result<Swap> {
         let paths = tier.paths().len();
-        let budget = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
+        let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_memory)?;
         let pipeline = Pipeline::new(options.subgroups.len(), budget.buffers, budget.cached)?;
         let claim = UpdateClaim::new(&tier)?;
         let slots = Slots::open(&budget, options.usual, options.backing)?;

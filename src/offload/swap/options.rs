@@ -12,7 +12,7 @@ pub struct SwapOptions {
     /// Encoding in which state is stored: a split master needs the 16-bit copies at every step.
     pub usual: Encoding,
     /// Maximum bytes of host memory for state.
-    pub memory_budget: u64,
+    pub host_memory: u64,
     /// Kind of memory to allocate.
     pub backing: Backing,
     /// Share of each path; `None`: derived from measured bandwidth.

@@ -29,11 +29,11 @@ fn backing() -> Backing {
     Backing { huge: false, lock: false, node: None }
 }
 
-fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
+fn options(subgroups: &[u64], host_memory: u64) -> SwapOptions {
     SwapOptions {
         subgroups: subgroups.to_vec(),
         usual: Encoding::FULL,
-        memory_budget,
+        host_memory,
         backing: backing(),
         ratio: None,
         speeds: Vec::new(),
@@ -284,9 +284,9 @@ const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
 #[test]
 fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
-    for (memory_budget, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
+    for (host_memory, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
         let tier = tier_in((0..places).map(|_| PathLocation::Memory(None)).collect(), Mode::Create);
-        let mut swap = Swap::open(tier, &options(&SIZES, memory_budget * buffer)).unwrap();
+        let mut swap = Swap::open(tier, &options(&SIZES, host_memory * buffer)).unwrap();
         assert!(!swap.filled().unwrap());
         swap.fill(first_state).unwrap();
         let mut published = vec![Vec::new(); SIZES.len()];
@@ -302,7 +302,7 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
             }
         }
         let (expected, expected_published) = in_memory(&SIZES, STEPS);
-        assert!(same_bits(&everything(&mut swap), &expected), "{memory_budget} buffers, {places} paths");
+        assert!(same_bits(&everything(&mut swap), &expected), "{host_memory} buffers, {places} paths");
         assert_eq!(published, expected_published);
     }
 }
@@ -366,7 +366,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
     let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
     let mut options = options(&sizes, 3 * (1 << 30));
     options.ratio = Some(vec![3.0, 1.0]);
-    options.memory_budget = 3 * budget::plan(&sizes, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
+    options.host_memory = 3 * budget::plan(&sizes, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();

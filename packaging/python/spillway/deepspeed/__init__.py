@@ -12,7 +12,7 @@ The `spillway` block of the DeepSpeed configuration enables further parts; descr
 
 - CPU and GPU update ZeRO-3's sub-groups together: "interleave".
 - SuperOffload's steps end in the next forward: "superoffload"; see settle().
-- Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: "paths", "cache_bytes" and others.
+- Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: "paths", "host_memory" and others.
 - A killed run resumes at its last commit: "resume"; see commit(), client_state() and resumed_step().
 
 Example:

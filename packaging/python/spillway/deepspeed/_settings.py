@@ -1,7 +1,7 @@
 """The settings of the `spillway` block of a DeepSpeed configuration: their names, defaults, valid values and meaning.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
-    "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
+    "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "host_memory": 8589934592, "job": "run7", "resume": true}
 
 Without the block, nvme_path is the only path and is scratch space, like DeepSpeed's swap files: each engine has its
 own directories there, and removes those of dead engines. With "resume" every step is committed. After a crash,
@@ -94,6 +94,13 @@ def _as_tail(given):
     return given
 
 
+def _as_host_memory(given):
+    if not (given is None or given == "auto" or type(given) is int and 0 < given <= _MOST):
+        raise ValueError
+    return given
+
+
+_HostMemory = Annotated[int | Literal["auto"] | None, BeforeValidator(_as_host_memory)]
 _Name = Annotated[str, AfterValidator(_as_name)]
 _TailSetting = Annotated[int | Literal["auto"], BeforeValidator(_as_tail)]
 _Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
@@ -182,8 +189,11 @@ class Block(_Strict):
     speeds: _Numbers | None = _setting(
         None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the paths are measured."
     )
-    cache_bytes: _Count = _setting(
-        0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the transfer buffers."
+    host_memory: _HostMemory = _setting(
+        None,
+        f'a number of bytes, an integer from 1 to {_MOST}, or "auto"',
+        "Limit of the host memory for states of a rank; without it the least that keeps every path busy. "
+        '"auto": half of what the machine, and a cgroup, have left for each rank. What exceeds the least caches parts between steps.',
     )
     part_elements: int = _setting(
         2 << 20,

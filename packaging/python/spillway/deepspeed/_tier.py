@@ -19,7 +19,7 @@ from .. import _abi, _native, _values
 from .._parts import Commits
 from .._snapshot import RECORD
 from ..errors import CorruptError, InvalidArgumentError
-from ..swap import STATES, Swap, state_bytes, working_bytes
+from ..swap import STATES, Swap, state_bytes
 from ..tier import Tier
 from ..tiered import Prepared, Tiered
 from . import _installed, _lifetime, _optimizer_ops, _ranges, _scratch, _stage3
@@ -520,7 +520,7 @@ def _opened(settings, elements, sizes, rank, world):
         return Swap(
             tier,
             sizes,
-            memory_budget=working_bytes(sizes, len(tier.paths()), **encoding) + settings.cache_bytes,
+            host_memory=settings.host_memory,
             ratio=settings.ratio,
             speeds=settings.speeds,
             huge_pages=settings.pin_memory,

@@ -59,7 +59,8 @@ class OptimizerStateStore:
         world: Number of processes of the run.
         process_group: The group of torch.distributed of these processes; None: the default group.
         decoupled: Weight decay as in AdamW; False adds it to the gradient.
-        memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
+        host_memory: Limit of the host memory for states, in bytes; None: the least that keeps every path busy; "auto": half of what the
+            machine, and a cgroup, have left for this process. What exceeds the least caches states.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
         swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` is refused.
@@ -94,7 +95,7 @@ class OptimizerStateStore:
         world: int = 1,
         process_group: Any = None,
         decoupled: bool = True,
-        memory_budget: int | None = None,
+        host_memory: int | Literal["auto"] | None = None,
         bucket_bytes: int = 64 << 20,
         tier_options: Mapping[str, Any] | None = None,
         swap_options: Mapping[str, Any] | None = None,
@@ -119,7 +120,7 @@ class OptimizerStateStore:
         def update(tier: Tier, committed: Record | None) -> Swap:
             if committed is not None:
                 self._check_shards(committed)
-            return Swap(tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget, **further)
+            return Swap(tier, [bucket.elements for bucket in self._buckets], host_memory=host_memory, **further)
 
         foreign = "OptimizerStateStore: the tier was written by another program; pass another job"
 

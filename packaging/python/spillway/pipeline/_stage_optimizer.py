@@ -174,7 +174,7 @@ class StageAdam(StageOptimizer, Adam):
     Args:
         params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
             all groups.
-        options: The arguments of spillway.torch.Adam, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+        options: The arguments of spillway.torch.Adam, without undo, tier and host_memory; no amsgrad, capturable or differentiable;
             master is None or "f32".
 
     Raises:
@@ -190,7 +190,7 @@ class StageAdamW(StageOptimizer, AdamW):
     Args:
         params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
             all groups.
-        options: The arguments of spillway.torch.AdamW, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+        options: The arguments of spillway.torch.AdamW, without undo, tier and host_memory; no amsgrad, capturable or differentiable;
             master is None or "f32".
 
     Raises:

@@ -78,7 +78,8 @@ class Adam(SpillwayOptimizer, torch.optim.Adam):
             master in the parameter and 16 low bits in their state. None: no master.
         tier: A directory, a list of directories or TierOptions: masters and moments are kept there, of parameters on any device. None:
             host memory.
-        memory_budget: With `tier`: host memory for the states, in bytes; None: derived from the machine.
+        host_memory: With `tier`: limit of the host memory for states, in bytes; None: the least that keeps every path busy; "auto": half of
+            what the machine, and a cgroup, have left for this rank. What exceeds the least caches states.
         overlap: With `tier`: a step starts during backward, and the library writes to the tier during the next forward.
 
     Raises:
@@ -143,7 +144,8 @@ class AdamW(SpillwayOptimizer, torch.optim.AdamW):
             master in the parameter and 16 low bits in their state. None: no master.
         tier: A directory, a list of directories or TierOptions: masters and moments are kept there, of parameters on any device. None:
             host memory.
-        memory_budget: With `tier`: host memory for the states, in bytes; None: derived from the machine.
+        host_memory: With `tier`: limit of the host memory for states, in bytes; None: the least that keeps every path busy; "auto": half of
+            what the machine, and a cgroup, have left for this rank. What exceeds the least caches states.
         overlap: With `tier`: a step starts during backward, and the library writes to the tier during the next forward.
 
     Raises:
@@ -202,7 +204,7 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
         moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.
-        tier, memory_budget, overlap: For Adam and AdamW; the defaults here.
+        tier, host_memory, overlap: For Adam and AdamW; the defaults here.
 
     Raises:
         InvalidArgumentError: A keyword beyond torch has a wrong value, or a tier holds the states of other parameters.
@@ -268,7 +270,7 @@ class Lion(SpillwayOptimizer):
         moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
         master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
             master in the parameter and 16 low bits in their state. None: no master.
-        tier, memory_budget, overlap: For Adam and AdamW; the defaults here.
+        tier, host_memory, overlap: For Adam and AdamW; the defaults here.
 
     Raises:
         InvalidArgumentError: An argument is out of range.

@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypedDict
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
+from .. import _pinned
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Beyond(TypedDict, total=False):
     rounding_seed: int
     master: str | None
     tier: str | os.PathLike[str] | TierPath | TierOptions | Sequence[str | os.PathLike[str] | TierPath | None] | None
-    memory_budget: int | None
+    host_memory: int | Literal["auto"] | None
     overlap: bool
 
 
@@ -47,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "rounding_seed": 0,
     "master": None,
     "tier": None,
-    "memory_budget": None,
+    "host_memory": None,
     "overlap": False,
 }
 
@@ -78,7 +79,7 @@ def _types() -> dict[str, str]:
     return {name: kind.__forward_arg__ for name, kind in Beyond.__annotations__.items()}
 
 
-def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str, Any], memory_budget: Any) -> None:
+def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str, Any], host_memory: Any) -> None:
     """Checks keywords of the optimizer class `name`. Raises InvalidArgumentError, whose message names the keyword."""
     if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):  # type: ignore[operator]
         raise InvalidArgumentError(f"{name}: max_norm is {max_norm!r}; pass a number above 0, or None")
@@ -89,5 +90,4 @@ def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str
         raise InvalidArgumentError(
             f"{name}: process_group is {process_group!r}; pass a group of torch.distributed with this process, or None"
         )
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, Integral) or memory_budget < 0):
-        raise InvalidArgumentError(f"{name}: memory_budget is {memory_budget!r}; pass a whole number of bytes, or None")
+    _pinned.limit_of(name, host_memory)

@@ -153,24 +153,26 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         skip_nonfinite: bool,
         undo: bool,
         tier: Any,
-        memory_budget: int | None,
+        host_memory: int | Literal["auto"] | None,
         overlap: bool,
         **precision: Any,
     ) -> None:
         """Takes the keywords beyond torch."""
         name, rule = type(self).__name__, self._rule
         flags = {"skip_nonfinite": skip_nonfinite, "undo": undo, "overlap": overlap}
-        check_keywords(name, max_norm, process_group, flags, memory_budget)
+        check_keywords(name, max_norm, process_group, flags, host_memory)
         self.__dict__.update(max_norm=max_norm, process_group=process_group, skip_nonfinite=skip_nonfinite, undo=undo)
         dtypes = Precision.of(name, rule.c_name == "adam", **precision)
         for param, state in self.state.items():
             dtypes.cast(param, state, state, list(dtypes.rule_of(rule).keys))
         if tier is not None:
             groups, states = self.param_groups, self.state
-            self._home = TierHome(name, rule, dtypes, undo, groups, states, tier, memory_budget, overlap)
+            self._home = TierHome(name, rule, dtypes, undo, groups, states, tier, host_memory, overlap)
             self.resumed_step, self.payload = self._home.resumed_step, self._home.payload
-        elif memory_budget is not None:
-            raise InvalidArgumentError(f"{name}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
+        elif host_memory is not None:
+            raise InvalidArgumentError(
+                f"{name}: host_memory is a limit for states on a tier, and of spillway.torch.offload; pass tier, or leave it out"
+            )
         elif overlap:
             raise InvalidArgumentError(
                 f"{name}: overlap starts a step over states on a tier during backward; pass tier, or use spillway.torch.offload, "
@@ -191,9 +193,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if name not in self._settable:
             raise AttributeError(f"{kind}.{name} is fixed at construction; pass {name} to a new {kind}")
         flags = {name: value} if isinstance(DEFAULTS[name], bool) else {}
-        check_keywords(
-            kind, **{"max_norm": None, "process_group": None, **({} if flags else {name: value})}, flags=flags, memory_budget=None
-        )
+        check_keywords(kind, **{"max_norm": None, "process_group": None, **({} if flags else {name: value})}, flags=flags, host_memory=None)
         if name == "undo" and value:
             self._home.check_undo()
         for one in (self,) if own is None else (self, own):

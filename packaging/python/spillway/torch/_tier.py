@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -53,7 +53,7 @@ class TierHome(Home):
         groups: All its groups.
         states: Its states, of which there are none; receives the step counts.
         given: The `tier` argument.
-        memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
+        host_memory: As for spillway.Swap.
         overlap: A step starts during backward.
 
     Raises:
@@ -69,7 +69,7 @@ class TierHome(Home):
         groups: list[dict[str, Any]],
         states: Any,
         given: Any,
-        memory_budget: int | None,
+        host_memory: int | Literal["auto"] | None,
         overlap: bool,
     ):
         super().__init__(name, rule, precision)
@@ -78,10 +78,10 @@ class TierHome(Home):
         where = TierOptions.of(given)
         self._asked = {
             "tier": [path.directory and os.fspath(path.directory) for path in where.paths],
-            "memory_budget": memory_budget,
+            "host_memory": host_memory,
             "overlap": overlap,
         }
-        self.on_tier = TierStates(name, groups, precision, where, memory_budget)
+        self.on_tier = TierStates(name, groups, precision, where, host_memory)
         self.on_tier.begin(states)
         self.tiered = self.on_tier.tiered
         self.resumed_step = self.tiered.resumed_step

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -156,7 +156,7 @@ class TierStates:
         name: Name of the optimizer's class, for messages.
         groups: All its groups.
         precision: The dtypes of its states.
-        options, memory_budget: Where and how its states are.
+        options, host_memory: Where and how its states are.
 
     Attributes:
         params, names, stated: All parameters, their names in messages, and whether they have states.
@@ -172,7 +172,9 @@ class TierStates:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
-    def __init__(self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, memory_budget: int | None):
+    def __init__(
+        self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, host_memory: int | Literal["auto"] | None
+    ):
         self.precision, self.moments = precision, _moments_of(precision)
         self.moment_dtype = torch.bfloat16 if self.moments == "bf16" else torch.float32
         #: Bytes of a parameter's state: the master and the moments.
@@ -200,7 +202,7 @@ class TierStates:
             place,
             "pass another job to TierOptions, and load a checkpoint",
             "the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job",
-            lambda tier, committed: self._update(tier, committed, options, memory_budget),
+            lambda tier, committed: self._update(tier, committed, options, host_memory),
             self._limit,
             found=self._find,
         )
@@ -244,7 +246,7 @@ class TierStates:
         assert self.tiered.committed is not None
         self.restore(states, self.tiered.committed)
 
-    def _update(self, tier: Tier, committed: Record | None, options: TierOptions, memory_budget: int | None) -> Swap:
+    def _update(self, tier: Tier, committed: Record | None, options: TierOptions, host_memory: int | Literal["auto"] | None) -> Swap:
         if committed is not None:
             facts = committed.facts
             check_parameters(facts, self.params, self.names)
@@ -263,12 +265,12 @@ class TierStates:
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         counts = self._counts()
-        most = _part_elements(options, memory_budget, sum(counts), self._state_bytes) if committed is None else committed.facts["most"]
+        most = _part_elements(options, host_memory, sum(counts), self._state_bytes) if committed is None else committed.facts["most"]
         self.layout = Layout(counts, most, alignment_of(self.moments))
         return Swap(
             tier,
             self.layout.elements,
-            memory_budget=memory_budget,
+            host_memory=host_memory,
             ratio=options.ratio,
             speeds=options.speeds,
             huge_pages=options.pin_memory,
@@ -544,10 +546,12 @@ def _moments_of(precision: Precision) -> MomentDtype:
     return "bf16" if precision.moment_dtype is torch.bfloat16 else "f32"
 
 
-def _part_elements(options: TierOptions, memory_budget: int | None, total: int, state_bytes: float) -> int:
+def _part_elements(options: TierOptions, host_memory: int | Literal["auto"] | None, total: int, state_bytes: float) -> int:
     if options.part_elements is not None:
         return options.part_elements
-    usual = _USUAL if memory_budget is None else min(_USUAL, int(memory_budget / (6 * state_bytes)) // 1024 * 1024)
+    usual = (
+        _USUAL if host_memory is None or isinstance(host_memory, str) else min(_USUAL, int(host_memory / (6 * state_bytes)) // 1024 * 1024)
+    )
     return max(_LEAST, min(usual, max(total, 1)))
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import _pinned
 from ...errors import InvalidArgumentError
 from .._states import Precision, kind_of
 from .._tensors import local
@@ -25,18 +24,6 @@ class Memory(NamedTuple):
 
     host: dict[str, int]
     device: dict[str, int]
-
-
-def limit_of(host_memory: int | str | None) -> int | None:
-    """The bytes that `host_memory` allows; None: any number.
-
-    Raises:
-        InvalidArgumentError: It is neither a number of bytes nor "auto"."""
-    if host_memory == "auto" and isinstance(host_memory, str):
-        return _pinned.unused_bytes()
-    if host_memory is not None and (type(host_memory) is not int or host_memory < 1):
-        raise InvalidArgumentError(f"offload: host_memory is {host_memory!r}; pass a number of bytes, 'auto', or None for no limit")
-    return host_memory
 
 
 def needed(params: Iterable[torch.Tensor], precision: Precision) -> dict[str, int]:

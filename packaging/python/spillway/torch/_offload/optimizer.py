@@ -27,11 +27,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ... import _abi
+from ... import _abi, _pinned
 from ..._early.arrivals import tell
 from ..._early.decision import Decision
 from ..._groups import TORCHS
@@ -49,7 +49,7 @@ from .._low_bits import Aside, put_back, zero_stale_aside
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
-from .memory import Memory, check_fits, limit_of, needed, present
+from .memory import Memory, check_fits, needed, present
 from .plan import Plan
 from .prepared import Prepared, next_steps
 from .slot import FLOATS, Slot
@@ -78,7 +78,7 @@ def offload(
     moment_rounding: str | None = None,
     rounding_seed: int = 0,
     master: str = "f32",
-    host_memory: int | str | None = None,
+    host_memory: int | Literal["auto"] | None = None,
     **options: Any,
 ) -> Offloaded:
     """Makes an optimizer whose master weights and moments are in host memory.
@@ -110,9 +110,10 @@ def offload(
             parameter and 16 low bits, so that the master takes 2 bytes in place of 4. Gradients are copied and measured during backward.
             With it, and with "int8", a step starts before its verdict only with `overlap=True`, or with a `host_memory` that has room:
             its log has the size of master and moments.
-        host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now.
-            More parameters are an error before anything is allocated. What they leave is for the logs of steps before the verdict, with at
-            most 13 bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no limit.
+        host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now for
+            each rank of the machine. More parameters are an error before anything is allocated. What they leave is for the logs of steps
+            before the verdict, with at most 13 bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no
+            limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:
@@ -136,7 +137,7 @@ def offload(
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
     own["precision"] = Precision.of("offload", True, moment_dtype, moment_rounding, rounding_seed, master)
-    own["host_memory"] = limit_of(host_memory)
+    own["host_memory"] = _pinned.limit_of("offload", host_memory)
     if weights == "resident":
         return Offloaded(params, kind, **own, **beyond, **options)
     if model is None:

@@ -89,7 +89,8 @@ def test_a_program_that_uses_the_torch_optimizers_is_checked(repository, tmp_pat
         'error: Argument "lr" to "AdamW" has incompatible type "str"; expected "float | Tensor"  [arg-type]',
         'error: Unexpected keyword argument "max_nrom" for "Adagrad"; did you mean "max_norm"?  [call-arg]',
         'note: "Adagrad" defined in "spillway.torch"',
-        'error: Argument "host_memory" to "Lion" has incompatible type "Literal[\'x\']"; expected "int | Literal[\'auto\'] | None"  [arg-type]',
+        'error: Argument "host_memory" to "Lion" has incompatible type "Literal[\'x\']"; '
+        "expected \"int | Literal['auto'] | None\"  [arg-type]",
     ], done.stdout
 
 

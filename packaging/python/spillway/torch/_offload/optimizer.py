@@ -112,8 +112,7 @@ def offload(
             its log has the size of master and moments.
         host_memory: Limit of what the optimizer takes in host memory, in bytes. "auto": what the system, and a cgroup, have left now for
             each rank of the machine. More parameters are an error before anything is allocated. What they leave is for the logs of steps
-            before the verdict, with at most 13 bytes per parameter; buckets for whose logs there is no room step after the verdict. None: no
-            limit.
+            before the verdict, with at most 13 bytes per parameter; buckets without room for a log step after the verdict. None: no limit.
         options: The arguments of `kind`, such as lr.
 
     Returns:

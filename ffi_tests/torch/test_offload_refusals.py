@@ -53,11 +53,18 @@ def test_nothing_is_stepped_if_a_gradient_has_nan():
         ({"amsgrad": True}, spillway.UnsupportedError, "amsgrad is not served"),
         ({"betas": (2.0, 0.9)}, ValueError, "beta"),
         ({"undo": True}, TypeError, "undo"),
+        ({"max_grad_norm": 1.0}, TypeError, "max_grad_norm.*did you mean 'max_norm'"),
+        ({"moment_type": "int8"}, TypeError, "moment_type.*did you mean 'moment_dtype'"),
     ],
 )
 def test_arguments_that_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         offload(torch.nn.Linear(2, 2), **options)
+
+
+def test_an_optimizer_is_no_model():
+    with pytest.raises(spillway.InvalidArgumentError, match=r"pass the model or its parameters, and the class: offload\(model, SGD"):
+        offload(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0))
 
 
 @pytest.mark.parametrize("step", [math.nan, -1.0, 2.5, "3"])

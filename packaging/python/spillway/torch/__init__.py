@@ -39,6 +39,7 @@ from ._optimizer import SpillwayOptimizer
 from ._staged.optimizer import Staged
 from ._states import ADAM, ADAMW
 from ._tier_states import TierOptions
+from ._wide import wide_state_dict
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from ._keywords import Beyond
     from ._offload.flow import Flow
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "Staged", "TierOptions", "offload"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "Staged", "TierOptions", "offload", "wide_state_dict"]
 
 
 def __getattr__(name: str) -> Any:

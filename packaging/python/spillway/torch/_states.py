@@ -200,8 +200,8 @@ def check_not_split(state: dict[str, Any], name: str) -> None:
     """Raises an error for a saved state with the low bits of a master, which are of no use without the weights of their time."""
     if LOW in state:
         raise InvalidArgumentError(
-            f"the state of {name} has a split master ({LOW!r}); load it with master='split', and save it with master='f32'; nothing was "
-            "loaded"
+            f"the state of {name} has a split master ({LOW!r}); load it with master='split', and pass spillway.torch.wide_state_dict of "
+            "that optimizer; nothing was loaded"
         )
 
 

@@ -18,6 +18,8 @@ Of a DTensor, each process steps its part. The norm is that of all processes, wh
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import itertools
 import math
 import threading
@@ -128,6 +130,12 @@ def offload(
         model(batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()"""
+    if isinstance(params, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            "offload: params is an optimizer; pass the model or its parameters, and the class: "
+            f"offload(model, {type(params).__name__}, lr=...)"
+        )
+    _check_keywords(options)
     model = params if model is None and isinstance(params, torch.nn.Module) else model
     if weights not in ("resident", *_KEPT_BYTES):
         raise InvalidArgumentError(f"offload: weights is {weights!r}; pass 'resident', 'flow' or 'auto'")
@@ -155,6 +163,17 @@ def offload(
         raise
     made.flow = flow
     return made
+
+
+def _check_keywords(options: Iterable[str]) -> None:
+    """Raises TypeError if a keyword is neither one of offload() nor one of torch's Adam."""
+    of_torch = [*inspect.signature(torch.optim.AdamW.__init__).parameters][2:] + [*inspect.signature(torch.optim.Adam.__init__).parameters]
+    for name in options:
+        if name in of_torch or name == "tier":
+            continue
+        known = [*inspect.signature(offload).parameters, *of_torch]
+        close = ["max_norm"] if "clip" in name or "grad_norm" in name else difflib.get_close_matches(name, known, 1)
+        raise TypeError(f"offload() got an unexpected keyword argument {name!r}{'; did you mean ' + repr(close[0]) + '?' if close else ''}")
 
 
 class Offloaded(torch.optim.Optimizer):

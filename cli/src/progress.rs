@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 use std::io::{IsTerminal, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::report::size;
 use super::stdout;
 
 /// Letters between the ends of the bar.
@@ -104,6 +106,39 @@ impl Drop for Progress {
         if self.bar.is_some() {
             erase();
         }
+    }
+}
+
+/// Shows how many bytes of a copy, or of another pass over bytes, have passed.
+pub struct Copying {
+    progress: Progress,
+    bytes: u64,
+    passed: AtomicU64,
+    began: Instant,
+}
+
+impl Copying {
+    pub fn begin(what: &str, bytes: u64) -> Copying {
+        let progress = Progress::new(100);
+        progress.begin(what);
+        Copying { progress, bytes, passed: AtomicU64::new(0), began: Instant::now() }
+    }
+
+    /// Adds bytes.
+    pub fn passed(&self, bytes: u64) {
+        self.reached(self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes);
+    }
+
+    /// Shows that so many bytes have passed.
+    pub fn reached(&self, passed: u64) {
+        let speed = size((passed as f64 / self.began.elapsed().as_secs_f64().max(1e-3)) as u64);
+        let percent = 100 * passed / self.bytes.max(1);
+        self.progress.percent(percent, &format!("% of {}, {speed}/s", size(self.bytes)));
+    }
+
+    /// Seconds since the begin.
+    pub fn seconds(&self) -> f64 {
+        self.began.elapsed().as_secs_f64()
     }
 }
 

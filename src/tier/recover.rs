@@ -365,7 +365,7 @@ fn random() -> Result<u128> {
 /// Verifies every block of the older state: later writes may have overwritten some.
 fn verify_before_resume(tier: &Tier) -> Result<()> {
     let step = tier.opened.step.unwrap_or_default();
-    let damage = tier.verify_extents()?.damage;
+    let damage = tier.verify_extents(&|_| ())?.damage;
     match damage.into_iter().find(|error| error.tier_kind() != Some(TierKind::Lost)) {
         None => Ok(()),
         Some(error) if error.tier_kind() == Some(TierKind::Corrupt) => Err(gone(

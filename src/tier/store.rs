@@ -390,15 +390,20 @@ impl Tier {
     /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
     /// result. `Busy` if an extent is being written.
     pub fn verify(&self) -> Result<VerifyReport> {
-        let mut report = self.verify_extents()?;
+        self.verify_telling(&|_| ())
+    }
+
+    /// As [`Tier::verify`]. Calls `told` with the bytes of blocks that were read, as they pass.
+    pub fn verify_telling(&self, told: &dyn Fn(u64)) -> Result<VerifyReport> {
+        let mut report = self.verify_extents(told)?;
         report.damage.extend((0..self.volumes.len()).filter_map(|path| self.superblock_damage(path)));
         Ok(report)
     }
 
-    pub(super) fn verify_extents(&self) -> Result<VerifyReport> {
+    pub(super) fn verify_extents(&self, told: &dyn Fn(u64)) -> Result<VerifyReport> {
         let snapshot = snapshot(&self, View::Current)?;
         let report = VerifyReport { damage: snapshot.lost, ..VerifyReport::default() };
-        let mut verification = Verification { tier: self, report };
+        let mut verification = Verification { tier: self, report, told };
         for extent in snapshot.extents {
             extent.walk(&mut verification)?;
             verification.report.extents += 1;
@@ -446,12 +451,14 @@ impl Tier {
 struct Verification<'a> {
     tier: &'a Tier,
     report: VerifyReport,
+    told: &'a dyn Fn(u64),
 }
 
 impl BlockVisitor for Verification<'_> {
     fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
         self.report.blocks += run.len.div_ceil(self.tier.block_bytes);
         self.report.bytes += bytes.len() as u64;
+        (self.told)(bytes.len() as u64);
         Ok(())
     }
 

@@ -5,8 +5,7 @@ use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytesize::ByteSize;
 use spillway::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
@@ -23,7 +22,7 @@ use spillway::tier::snapshot::TierSnapshot;
 
 use super::all_ranks::{Ranks, added, part};
 use super::which::{Which, open};
-use crate::progress::Progress;
+use crate::progress::Copying;
 use crate::report::size;
 use crate::stdout;
 
@@ -87,32 +86,6 @@ fn range(text: &str) -> std::result::Result<Range<u64>, String> {
     let (from, to) = text.split_once(':').ok_or_else(wrong)?;
     let range = from.parse().map_err(|_| wrong())?..to.parse().map_err(|_| wrong())?;
     if range.is_empty() { Err(wrong()) } else { Ok(range) }
-}
-
-/// Shows how many bytes of a copy have passed.
-struct Copying {
-    progress: Progress,
-    bytes: u64,
-    passed: AtomicU64,
-    began: Instant,
-}
-
-impl Copying {
-    fn begin(what: &str, bytes: u64) -> Copying {
-        let progress = Progress::new(100);
-        progress.begin(what);
-        Copying { progress, bytes, passed: AtomicU64::new(0), began: Instant::now() }
-    }
-
-    fn passed(&self, bytes: u64) {
-        self.reached(self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes);
-    }
-
-    fn reached(&self, passed: u64) {
-        let speed = size((passed as f64 / self.began.elapsed().as_secs_f64().max(1e-3)) as u64);
-        let percent = 100 * passed / self.bytes.max(1);
-        self.progress.percent(percent, &format!("% of {}, {speed}/s", size(self.bytes)));
-    }
 }
 
 pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
@@ -208,7 +181,7 @@ fn one_export(options: &ExportOptions, tier: Tier, to: &Path) -> Result<(u64, u6
         copying.passed(bytes);
         Ok(())
     })?;
-    let seconds = copying.began.elapsed().as_secs_f64();
+    let seconds = copying.seconds();
     drop(copying);
     tier.close(None).map(|()| (step, bytes, seconds))
 }

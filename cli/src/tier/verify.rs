@@ -6,7 +6,7 @@ use spillway::tier::inspect::Found;
 use spillway::tier::store::VerifyReport;
 
 use super::which::{Which, open, plain, step_of};
-use crate::progress::Progress;
+use crate::progress::Copying;
 use crate::report::size;
 use crate::stdout;
 
@@ -41,14 +41,7 @@ struct Verified {
 
 pub fn run(options: &Options) -> Result<()> {
     let tiers = options.which.some()?;
-    let progress = Progress::new(tiers.len());
-    let mut verified = Vec::new();
-    for found in &tiers {
-        progress.begin(&format!("reading {}", found.owner));
-        verified.push(verify(found)?);
-        progress.end();
-    }
-    drop(progress);
+    let verified = tiers.iter().map(verify).collect::<Result<Vec<Verified>>>()?;
     let damaged: Vec<&Verified> = verified.iter().filter(|one| !one.damage.is_empty()).collect();
     let failed = damaged.len();
     let blocks = damaged.iter().any(|one| one.blocks_damaged);
@@ -81,7 +74,10 @@ fn verify(found: &Found) -> Result<Verified> {
         }
         Err(error) => return Err(error),
     };
-    let report = tier.verify()?;
+    let bytes = tier.extents().iter().flat_map(|extent| &extent.streams).sum();
+    let reading = Copying::begin(&format!("reading {}", found.owner), bytes);
+    let report = tier.verify_telling(&|bytes| reading.passed(bytes))?;
+    drop(reading);
     tier.close(None)?;
     Ok(verified(found, report, &found.damage))
 }

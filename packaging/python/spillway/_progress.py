@@ -14,6 +14,10 @@ Told = Callable[[int, int], object]
 _FIRST, _NEXT = 2.0, 0.2
 
 
+#: Seconds between two looks at an operation that a thread of the library does.
+LOOK = 0.2
+
+
 class Progress:
     """The progress of one operation, as a context.
 
@@ -30,7 +34,11 @@ class Progress:
 
     def moved(self, size: int) -> None:
         """Adds bytes that were moved. Raises what the program's callback raises."""
-        self._done += size
+        self.reached(self._done + size)
+
+    def reached(self, done: int) -> None:
+        """All bytes that were moved. Raises what the program's callback raises."""
+        self._done = done
         if self._told is not None:
             self._told(self._done, self._total)
         elif self._shows and time.monotonic() >= self._next:

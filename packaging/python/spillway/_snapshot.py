@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _files
 from ._native_handle import _NativeHandle
-from .errors import CorruptError, InvalidArgumentError, NoStateError
+from ._progress import LOOK, Progress, Told
+from .errors import CorruptError, InvalidArgumentError, NoStateError, TimedOutError
 
 #: The file of a finished snapshot that is written last.
 MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
@@ -66,18 +68,32 @@ class Snapshot(_NativeHandle):
     def _facts(self) -> dict[str, Any]:
         return {"place": os.path.join(self._whole, self._part)}
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float | None = None, *, progress: Told | None = None) -> int:
         """Waits until the directory or file is complete; returns its step.
 
         Args:
             timeout: Longest wait in seconds; None: no limit.
+            progress: Called with the bytes that are written and those that will be, several times a second. None: a line on a terminal
+                after two seconds.
 
         Raises:
             TimedOutError: The snapshot is still being written.
             SpillwayError: The snapshot failed, and nothing of it is left.
             OSError: The snapshot is complete, and an older one cannot be removed."""
         step = ctypes.c_uint64()
-        self._wait_by(timeout, "spw_tier_task_wait", after=(ctypes.byref(step),))
+        limit = _arguments.seconds(timeout)
+        end = None if limit is None else time.monotonic() + limit
+        with Progress(f"writing {self._whole}", self.progress().bytes, progress) as shown:
+            while True:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                try:
+                    self._wait_by(LOOK if left is None else min(LOOK, left), "spw_tier_task_wait", after=(ctypes.byref(step),))
+                    break
+                except TimedOutError:
+                    shown.reached(self.progress().written)
+                    if left is not None and left <= LOOK:
+                        raise
+            shown.reached(self.progress().bytes)
         keep, self._keep = self._keep, None
         if keep is not None:
             _remove_older(self._whole, self._part, keep)

@@ -371,12 +371,13 @@ class Tier(_NativeHandle):
         self._call("spw_tier_verify", ctypes.byref(checked))
         return checked.blocks
 
-    def export(self, directory: str | os.PathLike[str]) -> int:
-        """Writes the last committed state as plain files into a new directory; returns its step. Others may put and commit meanwhile."""
+    def export(self, directory: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None) -> int:
+        """Writes the last committed state as plain files into a new directory; returns its step. Others may put and commit meanwhile.
+        `progress`: as for Snapshot.wait()."""
         options = _abi.sized(_abi.TierExportOptions)
         options.flags = _abi.TIER_EXPORT_FLAG_FAST
         with Snapshot(self, directory, 0, options=options) as whole:
-            return whole.wait()
+            return whole.wait(progress=progress)
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to export the last committed state, and returns at once. Steps and commits continue meanwhile.

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+import spillway
 from spillway import _progress
 from spillway._progress import Progress
 
@@ -42,6 +43,23 @@ def test_a_terminal_gets_a_line_after_two_seconds_that_goes_at_the_end(monkeypat
         progress.moved(10**9)
         assert terminal.getvalue() == "\r\033[Kspillway: filling the tier: 2.0 of 8.0 GB"
     assert terminal.getvalue().endswith("GB\r\033[K")
+
+
+def test_an_export_tells_its_bytes(tmp_path):
+    (tmp_path / "a").mkdir()
+    with spillway.Tier([tmp_path / "a"], job="x", durability="process") as tier:
+        size = 3 << 20
+        tier.wait(tier.put(tier.define("w", [size]), [bytearray(size)]))
+        tier.commit(1)
+        told = []
+        assert tier.export(tmp_path / "export", progress=lambda *moved: told.append(moved)) == 1
+        assert told[-1][0] == told[-1][1] >= size and told == sorted(told)
+        told.clear()
+        with tier.snapshot(tmp_path / "slow", bytes_per_second=4 << 20) as snapshot:
+            assert snapshot.wait(progress=lambda *moved: told.append(moved)) == 1
+        assert len(told) > 2 and told == sorted(told) and told[0][0] < told[-1][0] == told[-1][1]
+        with tier.snapshot(tmp_path / "slower", bytes_per_second=1 << 20) as snapshot, pytest.raises(spillway.TimedOutError):
+            snapshot.wait(0.3)
 
 
 @pytest.mark.parametrize("stderr, rank", [(io.StringIO(), "0"), (None, "0"), (Terminal(), "3")], ids=["file", "closed", "other process"])

@@ -324,6 +324,15 @@ fn a_draining_path_empties_as_extents_are_written_and_an_evacuated_one_at_once()
 }
 
 #[test]
+fn a_verification_tells_the_bytes_that_it_reads() {
+    let tier = Tier::open(on_disks(&[Disk::default(), Disk::default()], &[])).unwrap();
+    step(&tier, 1).unwrap();
+    let told = std::cell::Cell::new(0);
+    let report = tier.verify_telling(&|bytes| told.set(told.get() + bytes)).unwrap();
+    assert_eq!((told.get(), report.bytes), (report.bytes, STREAMS.iter().copied().flatten().sum()));
+}
+
+#[test]
 fn an_evacuation_waits_for_the_transfers_of_the_extents() {
     let disks = [Disk::default(), Disk::default()];
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();

@@ -5,7 +5,7 @@ in torch's old format load too."""
 import pathlib
 
 SCRIPT = """
-import glob, os, sys, zipfile
+import glob, logging, os, sys, zipfile
 import train
 train.become_single_rank()
 import deepspeed, torch
@@ -52,6 +52,19 @@ except ValueError as error:
 assert tier.optimizer.optimizer_swapper.steps == before
 step(tier)
 print("goes on", tier.global_steps)
+for name in ("tier", "host"):
+    try:
+        engines["swapper"].load_checkpoint(name, tag="t")
+    except ValueError as error:
+        print("refused:", error)
+step(engines["swapper"])
+print("swapper goes on", engines["swapper"].global_steps)
+os.mkdir("resumed")
+logging.getLogger("spillway").addHandler(logging.StreamHandler(sys.stdout))
+for _ in range(2):
+    engine = make({"device": "nvme", "nvme_path": os.path.abspath("resumed")}, {"resume": True, "job": "again", "pin_memory": False})
+    step(engine)
+    engine.destroy()
 """
 
 
@@ -59,6 +72,8 @@ def test_checkpoints_around_a_tier(run_forked):
     out = run_forked(SCRIPT, pathlib.Path(__file__).parent)
     assert "tier [True, True]" in out and "host [True, True]" in out
     assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper" in out and "goes on 2" in out
+    assert out.count("/t has no swap files, which DeepSpeed's NVMe swapper loads") == 2 and "swapper goes on 2" in out
+    assert out.count("the job 'again' goes on at step 1, with the states on ") == 1
     assert "refused: the universal checkpoint lacks universal/zero/optimizer_state.pt, and 3 more files that this model needs" in out
 
 

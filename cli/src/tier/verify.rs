@@ -1,7 +1,7 @@
 //! `spillway tier verify`.
 #![forbid(unsafe_code)]
 
-use spillway::error::{Error, Result};
+use spillway::error::{Error, Result, TierKind};
 use spillway::tier::inspect::Found;
 use spillway::tier::store::VerifyReport;
 
@@ -41,18 +41,29 @@ struct Verified {
 
 pub fn run(options: &Options) -> Result<()> {
     let tiers = options.which.some()?;
-    let verified = tiers.iter().map(verify).collect::<Result<Vec<Verified>>>()?;
+    let (mut verified, mut read, mut unread) = (Vec::new(), Vec::new(), Vec::new());
+    for found in &tiers {
+        match verify(found) {
+            Ok(one) => {
+                verified.push(one);
+                read.push(found);
+            }
+            // The others are verified all the same.
+            Err(error) => unread.push(error),
+        }
+    }
     let damaged: Vec<&Verified> = verified.iter().filter(|one| !one.damage.is_empty()).collect();
     let failed = damaged.len();
     let blocks = damaged.iter().any(|one| one.blocks_damaged);
     let report = Report { version: spillway::VERSION, tiers: verified };
     match options.json {
         true => stdout::say_json(&report)?,
-        false => stdout::say(&report.tiers.iter().zip(&tiers).map(text).collect::<String>())?,
+        false => stdout::say(&report.tiers.iter().zip(read).map(text).collect::<String>())?,
     }
     match failed {
-        0 => Ok(()),
+        0 => unread.into_iter().next().map_or(Ok(()), Err),
         _ => {
+            unread.iter().for_each(|error| stdout::note(&format!("spillway: {error}")));
             let cure = match blocks {
                 true => "restore them from a snapshot or an export, or train again from a checkpoint",
                 false => {
@@ -71,6 +82,9 @@ fn verify(found: &Found) -> Result<Verified> {
         // Both superblocks are damaged: this is what the command looks for.
         Err(error) if found.superblock.is_none() && !found.damage.is_empty() => {
             return Ok(verified(found, VerifyReport { damage: vec![error], ..VerifyReport::default() }, &[]));
+        }
+        Err(error) if error.tier_kind() == Some(TierKind::NoState) => {
+            return Ok(verified(found, VerifyReport::default(), &[]));
         }
         Err(error) => return Err(error),
     };

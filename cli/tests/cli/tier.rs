@@ -186,6 +186,23 @@ fn nothing_is_written_by_commands_that_read() {
 }
 
 #[test]
+fn verify_goes_on_after_a_tier_without_a_commit_and_one_in_use() {
+    let made = Made::new("tier-verify-others");
+    made.open(1, Mode::Create).close(None).expect("it closes");
+    let last = made.open(3, Mode::Create);
+    commit(&last, 9);
+    last.close(None).expect("it closes");
+    let said = made.succeed("verify", &[], &[]);
+    assert_eq!(said.matches("no damage").count(), 3, "{said}");
+    assert!(said.contains("rank 1: no commit, 0 extents"), "{said}");
+    let used = made.open(2, Mode::Create);
+    commit(&used, 5);
+    let done = made.run("verify", &[], &[]);
+    assert!(done.code != Some(0) && done.stderr.contains("in use"), "{}", done.stderr);
+    assert_eq!(done.stdout.matches("no damage").count(), 3, "{}", done.stdout);
+}
+
+#[test]
 fn verify_names_a_damaged_superblock_in_whose_place_the_other_one_is_used() {
     let made = Made::new("tier-verify-superblock");
     for name in ["superblock.0", "superblock.1"] {

@@ -107,6 +107,8 @@ def _load_files(
         _find_snapshot(engine, swapper, load_dir, str(tag))
         # Without the states, DeepSpeed would look for the masters in the optimizer's file.
         load_optimizer_states = load_optimizer_states or swapper.found is not None
+    if swapper is None and engine.zero_nvme_offload_optimizer():
+        _check_swap_files(os.path.join(load_dir, str(tag)))
     return own(
         engine,
         load_dir,
@@ -117,6 +119,15 @@ def _load_files(
         load_module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
+
+
+def _check_swap_files(folder):
+    """Raises InvalidArgumentError if DeepSpeed's NVMe swapper has nothing to load from a checkpoint."""
+    if os.path.isdir(folder) and not os.path.isdir(os.path.join(folder, "offloaded_tensors")):
+        raise InvalidArgumentError(
+            f"{folder} has no swap files, which DeepSpeed's NVMe swapper loads: it was saved with states on a tier, or in host memory. "
+            'Load it with "offload_optimizer": {"device": "cpu"}, or on a tier: take "enabled": false out of the block; nothing was loaded'
+        )
 
 
 def _load_zero_checkpoint(own, engine, load_dir, tag, *arguments, **named):

@@ -13,6 +13,7 @@ import functools
 import gc
 import itertools
 import json
+import logging
 import weakref
 
 from .. import _abi, _native, _values
@@ -26,6 +27,8 @@ from . import _installed, _lifetime, _optimizer_ops, _ranges, _scratch, _stage3
 from ._checkpoints import Snapshots
 from ._sub_groups import Gradients, SubGroupParts, floats
 from ._tier_overlap import Overlap
+
+_log = logging.getLogger("spillway")
 
 # The sizes of extents with a record are multiples of it.
 _PIECE = 1 << 20
@@ -57,6 +60,8 @@ class TierSwapper:
             self._begin_from(others)
         _lifetime.opened(self)
         self.resumed = self._tiered.resumed_step is not None
+        if self.resumed and dist.get_rank() == 0:
+            self._tell_of_resume()
         self.swap_folder = self._tiered.directory
         self.steps, self.configured = [0] * len(self.elements), []
         self.gradients = Gradients(self._stage3, [0, *itertools.accumulate(self.elements)], settings.missing_gradients == "stale")
@@ -75,6 +80,16 @@ class TierSwapper:
         if self.resumed and settings.split_master:
             self._get_weights()
         _swappers.add(self)
+
+    def _tell_of_resume(self):
+        """A job that was meant to begin anew must not go on without notice."""
+        paths = ", ".join(str(path.directory) for path in self.settings.paths)
+        _log.warning(
+            'the job %r goes on at step %d, with the states on %s; another "job" in the spillway block begins anew',
+            self.settings.job,
+            self._tiered.resumed_step,
+            paths,
+        )
 
     @property
     def tiered(self):

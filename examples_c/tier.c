@@ -48,6 +48,25 @@ static void backward(uint16_t *grad, uint64_t n, uint64_t step) {
     }
 }
 
+// The bfloat16 number nearest to a float that is not NaN; of two, the even one.
+static uint16_t bf16_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The weights of the model continue as the masters of the last commit.
+static void read_weights(spw_swap *swap, uint16_t *weights, const uint64_t *elements, uint64_t subgroups) {
+    float *param = (float *)zeros(SUBGROUP * sizeof *param);
+    for (uint64_t subgroup = 0; subgroup < subgroups; subgroup++) {
+        check(spw_swap_read(swap, subgroup, NULL, param, NULL, NULL), "reading the weights");
+        for (uint64_t i = 0; i < elements[subgroup]; i++) {
+            weights[subgroup * SUBGROUP + i] = bf16_of(param[i]);
+        }
+    }
+    free(param);
+}
+
 static spw_tier *open_tier(char **directories) {
     spw_tier_path paths[PATHS] = {SPW_TIER_PATH_INIT, SPW_TIER_PATH_INIT};
     for (int i = 0; i < PATHS; i++) {
@@ -121,6 +140,7 @@ int main(int count, char **arguments) {
     uint64_t step = 0;
     if (opened.resumed) {
         step = opened.step;
+        read_weights(swap, weights, elements, subgroups);
         printf("continues after step %" PRIu64 "\n", step);
     } else {
         const float **none = (const float **)zeros(3 * subgroups * sizeof *none);

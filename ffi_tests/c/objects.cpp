@@ -122,7 +122,6 @@ static void undo() {
     std::vector<float> param(500, 2.0f), grad(500, 0.25f), exp_avg(500), exp_avg_sq(500);
     const auto before = param;
     auto options = spillway::make<spw_undo_options>();
-    options.mode = SPW_UNDO_MODE_DELTA;
     options.elements = 500;
     options.tensors = 1;
     spillway::undo first(options);

@@ -406,7 +406,9 @@ static void split_masters_step_after_the_verdict(void) {
 }
 
 int main(void) {
-    for (undo = SPW_UNDO_MODE_DELTA; undo <= SPW_UNDO_MODE_NONE; undo++) {
+    const uint32_t modes[] = {SPW_UNDO_MODE_DELTA, SPW_UNDO_MODE_SHADOW, SPW_UNDO_MODE_NONE};
+    for (int mode = 0; mode < 3; mode++) {
+        undo = modes[mode];
         for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
         adagrad_and_lion_speculate_too();
         buckets_wait_for_descriptors_and_words();

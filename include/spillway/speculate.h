@@ -70,7 +70,7 @@ typedef struct spw_spec_options {
 } spw_spec_options;
 
 #define SPW_SPEC_OPTIONS_INIT \
-    { sizeof(spw_spec_options), 0, 1, 0 }
+    { sizeof(spw_spec_options), 0, 0, 0 }
 
 // Counters since the engine was opened.
 typedef struct spw_spec_stats {

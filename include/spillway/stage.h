@@ -69,7 +69,7 @@ typedef struct spw_stage_options {
 } spw_stage_options;
 
 #define SPW_STAGE_OPTIONS_INIT \
-    { sizeof(spw_stage_options), 0, 0, 1, 0, 0 }
+    { sizeof(spw_stage_options), 0, 0, 0, 0, 0 }
 
 // The region of an arena that holds the 16-bit copies (param_copy) of a job's tensors.
 typedef struct spw_stage_target {

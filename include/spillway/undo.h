@@ -6,7 +6,6 @@
 // SPW_UNDO_MODE_DELTA and SPW_UNDO_MODE_SHADOW restore every bit.
 //
 //     spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
-//     options.mode = SPW_UNDO_MODE_DELTA;
 //     options.elements = n;
 //     options.tensors = 1;
 //     spw_undo *undo;
@@ -38,18 +37,18 @@ extern "C" {
 
 // How a recorded step is rolled back. Passed as `uint32_t`.
 typedef enum spw_undo_mode {
+    // Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
+    // steady state, 3.4 at step 2, and never more than 13. Once the step is rolled back, redone or committed, each
+    // chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system. The log of
+    // split masters and 8-bit moments holds the old values, 6 to 12 bytes per element, and keeps its memory.
+    SPW_UNDO_MODE_DELTA = 0,
     // Approximately, by the inverse formula (SuperOffload section 4.4, SysX section 3.2), without extra memory. With
     // Adam in f32, most old values come back exactly. The others differ by at most 2 units in the last place of the
     // larger of the old and the new value. With SPW_WEIGHT_DECAY_L2 the difference of param also enters exp_avg and
     // exp_avg_sq, which then differ by a few units more. Old values 2^24 times smaller than the new ones are lost, for
     // example the zero states before step 1. exp_avg_sq never becomes negative. With Inf or NaN in a
     // scaled gradient, param or state the step is done, but its rollback or redo is an error that changes nothing.
-    SPW_UNDO_MODE_ARITHMETIC = 0,
-    // Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
-    // steady state, 3.4 at step 2, and never more than 13. Once the step is rolled back, redone or committed, each
-    // chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system. The log of
-    // split masters and 8-bit moments holds the old values, 6 to 12 bytes per element, and keeps its memory.
-    SPW_UNDO_MODE_DELTA = 1,
+    SPW_UNDO_MODE_ARITHMETIC = 1,
     // Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     // in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
     SPW_UNDO_MODE_SHADOW = 2,
@@ -62,7 +61,7 @@ typedef enum spw_undo_mode {
 typedef struct spw_undo_options {
     // `sizeof(spw_undo_options)`
     uint32_t struct_size;
-    // An `spw_undo_mode`.
+    // An `spw_undo_mode`; initially SPW_UNDO_MODE_DELTA, which is exact.
     uint32_t mode;
     // Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_MODE_DELTA.
     uint64_t elements;

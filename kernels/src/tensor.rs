@@ -536,7 +536,7 @@ fn wrong_length(name: &'static str, length: usize, n: usize) -> Error {
 /// [`with_bf16_moments`](super::element::with_bf16_moments) supports.
 pub fn not_stochastic(dtypes: Dtypes) -> Error {
     Error::Unsupported(format!(
-        "stochastic rounding needs an f32 param with bf16 states, a grad of f32 or bf16, and a param_copy of bf16 or none; \
+        "stochastic rounding needs an f32 param with bf16 states or 8-bit moments, a grad of f32 or bf16, and a param_copy of bf16 or none; \
          these are {}",
         named(dtypes)
     ))

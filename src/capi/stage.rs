@@ -32,14 +32,13 @@ use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::{EXACT, undo_of};
 use crate::capi::speculate::rule::lent;
-use crate::capi::undo::spw_undo_mode;
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
 use crate::optim::check;
 use crate::optim::lent::Lent;
 
-c_struct! { first 24, initial |options| options.undo_mode = spw_undo_mode::SPW_UNDO_MODE_DELTA as u32;
+c_struct! { first 24;
 /// Options of a stage.
 pub struct spw_stage_options {
     /// A stage with a higher number gets free processors first. A running step is not interrupted.

@@ -323,7 +323,9 @@ impl File {
         match (error, &self.source) {
             (Error::Io(mut inner), Source::Real { main, .. }) if inner.kind == IoKind::NoSpace => {
                 if let Some(free) = file::free_bytes_of(main) {
-                    inner.detail = format!("the file system has only {free} bytes free; free space on it, or use another one");
+                    inner.detail = format!(
+                        "the file system has only {free} bytes free; free space on it, or use another one"
+                    );
                 }
                 Error::Io(inner)
             }

@@ -365,7 +365,8 @@ impl Catalog {
     /// Contents of an extent that reads see. `Lost` if a chunk is on a missing path.
     pub(super) fn current(&self, number: u32) -> Result<Arc<Contents>> {
         let extent = self.get(number)?;
-        let never = || Error::invalid("extent", format!("{:?} was never written", extent.name));
+        let never =
+            || Error::invalid("extent", format!("{:?} was never written; fill or put it first", extent.name));
         let contents = extent.current.as_ref().ok_or_else(never)?;
         self.lost(extent, contents).map_or_else(|| Ok(Arc::clone(contents)), Err)
     }

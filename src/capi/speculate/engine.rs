@@ -26,7 +26,7 @@ pub enum spw_spec_publish {
     SPW_SPEC_PUBLISH_SPECULATIVE = 2,
 }
 
-c_struct! { first 16, initial |options| options.undo_mode = spw_undo_mode::SPW_UNDO_MODE_DELTA as u32;
+c_struct! { first 16;
 /// Options of an engine.
 pub struct spw_spec_options {
     /// Number of buckets of every round, at most 2^20. Buckets are numbered from 0.

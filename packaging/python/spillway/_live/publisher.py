@@ -23,8 +23,10 @@ from .. import _kept
 from ..errors import is_raised_within
 from . import place
 
-#: Seconds between two records, after a failure, and until the record of a dead process is removed.
-INTERVAL, AFTER_FAILURE, KEEPS_DEAD = 1.0, 60.0, 3600.0
+#: Seconds between two records, and after a failure.
+INTERVAL, AFTER_FAILURE = 1.0, 60.0
+#: Seconds until a record is removed that is not replaced: of a process that has ended, and of one that another namespace may still have.
+KEEPS_DEAD, KEEPS_FOREIGN = 3600.0, 7 * 86400.0
 #: The code whose errors are no errors of the step. Those of other code are of a signal handler.
 _CODE = ("spillway", "torch", "contextlib", "json", "os", "posixpath", "genericpath", "weakref")
 _OFF = ("0", "no", "off", "false")
@@ -128,12 +130,14 @@ class Publisher:
         """Removes what processes have left that were killed."""
         assert self._process is not None
         with place.opened(directory) as folder:
-            dead = [own.file for own in place.processes(folder) if own.lives(self._process.namespace) is False]
-            parts = [name for name in os.listdir(folder) if name.endswith(".part")]
-            for name in dead + parts:
+            kept = {None: KEEPS_FOREIGN, False: KEEPS_DEAD}
+            lives = {own.file: own.lives(self._process.namespace) for own in place.processes(folder)}
+            left = {name: kept[living] for name, living in lives.items() if living is not True}
+            left.update((name, KEEPS_DEAD) for name in os.listdir(folder) if name.endswith(".part"))
+            for name, seconds in left.items():
                 # Others may do the same.
                 with suppress(FileNotFoundError):
-                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEEPS_DEAD:
+                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > seconds:
                         os.unlink(name, dir_fd=folder)
 
     def end(self) -> None:

@@ -124,8 +124,8 @@ pub fn run(model: &Model, options: &Options, json: bool) -> Result<()> {
     }
     if json {
         // A program reads in the object that nothing fits.
-        let calls =
-            plan.strategies.iter().map(|outcome| (outcome.strategy.name(), plan_report::call(outcome)));
+        let call = |outcome: &Outcome| (outcome.strategy.name(), plan_report::call(outcome, run.ranks));
+        let calls = plan.strategies.iter().map(call);
         return stdout::say_json(&Report { plan: &plan, sources: &found.sources, calls: calls.collect() });
     }
     let with_a_path = with_a_path(&plan)?;

@@ -37,6 +37,8 @@ pub fn text(plan: &Plan, sources: &Sources, with_a_path: Option<&Plan>) -> Strin
         (Some(best), _) => format!("best: {best}"),
         (None, _) => "no strategy fits this machine".to_string(),
     });
+    let best = plan.strategies.iter().find(|outcome| Some(outcome.strategy.name()) == plan.best);
+    parts.extend(best.map(|outcome| format!("its call: {}", call(outcome, plan.run.ranks))));
     let text = parts.join("\n");
     text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
@@ -97,14 +99,17 @@ pub fn fitting(plan: &Plan, sources: &Sources, with_a_path: Option<&Plan>) -> St
         }
         false => parts.push(format!("\n{table}\n")),
     }
-    parts.extend(fits.iter().map(|outcome| format!("{}: {}", outcome.strategy.name(), call(outcome))));
+    parts.extend(
+        fits.iter().map(|outcome| format!("{}: {}", outcome.strategy.name(), call(outcome, plan.run.ranks))),
+    );
     parts.join("\n")
 }
 
-/// The call that steps as a strategy does.
-pub fn call(outcome: &Outcome) -> String {
+/// The call that steps as a strategy does, on each of `ranks`.
+pub fn call(outcome: &Outcome, ranks: u64) -> String {
+    let flows = outcome.weights_on_host > 0.0;
     let offload = |options: &str| {
-        let flow = if outcome.weights_on_host > 0.0 { ", weights=\"flow\", device=\"cuda\"" } else { "" };
+        let flow = if flows { ", weights=\"flow\", device=\"cuda\"" } else { "" };
         format!("spillway.torch.offload(model, torch.optim.AdamW{options}{flow})")
     };
     match outcome.strategy {
@@ -116,18 +121,39 @@ pub fn call(outcome: &Outcome) -> String {
             format!("{}; not for DTensors", offload(", moment_dtype=\"int8\", master=\"split\""))
         }
         Strategy::Speculation => offload(", tail=\"auto\""),
-        Strategy::InterleaveResidents => "spillway/interleave.h".to_string(),
-        Strategy::Interleave => {
-            "spillway/interleave.h; under DeepSpeed \"interleave\" in the object \"spillway\"".to_string()
+        Strategy::InterleaveResidents => {
+            "no class of torch: a program over spillway/interleave.h".to_string()
         }
-        Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
-            "spillway.torch.AdamW(model.parameters(), tier=[...], overlap=True), or ZeRO-3 with \"spillway\" in its \
-             configuration"
+        Strategy::Interleave => {
+            "only under DeepSpeed, ZeRO-3: \"interleave\": {} in the object \"spillway\" of its \
+                                 configuration; or a program over spillway/interleave.h"
                 .to_string()
         }
-        Strategy::TierSplitMaster => {
-            "ZeRO-3 with \"split_master\" in the object \"spillway\" of its configuration".to_string()
+        Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
+            let flow =
+                if flows { "flow = spillway.torch.Flow(model, \"cuda\", keep_bytes=None); " } else { "" };
+            let memory = match outcome.cached_subgroups {
+                0 => String::new(),
+                _ => format!(", host_memory={}", outcome.host.states / ranks),
+            };
+            format!(
+                "{flow}spillway.torch.AdamW(model.parameters(), tier={}{memory}, overlap=True)",
+                directories(outcome)
+            )
         }
+        Strategy::TierSplitMaster => format!(
+            "only under DeepSpeed, ZeRO-3: \"paths\": {}, \"split_master\": true in the object \"spillway\" of its \
+             configuration",
+            directories(outcome)
+        ),
+    }
+}
+
+/// The directories of the paths, as a list of Python and JSON.
+fn directories(outcome: &Outcome) -> String {
+    match outcome.paths.as_slice() {
+        [] => "[...]".to_string(),
+        paths => format!("{:?}", paths.iter().map(|path| &path.name).collect::<Vec<_>>()),
     }
 }
 

@@ -61,7 +61,7 @@ fn a_misfit_says_what_each_strategy_lacks_and_whether_a_path_helps() {
     for words in [
         "no strategy fits this machine\ngpu does not fit: each GPU has 14.9 GiB, but ",
         "\nhost-int8-moments does not fit: the host has 29.8 GiB, but ",
-        "tier, tier-cache fit; add --path DIR:READ:WRITE:CAPACITY",
+        "tier, tier-cache, tier-split-master fit; add --path DIR:READ:WRITE:CAPACITY",
         "Adam 2.00 G parameters/s on the CPU (assumed), 25.00 on a GPU (assumed), 150 x 10^12 operations/s (assumed)",
     ] {
         assert!(none.stdout.contains(words), "{words}: {}", none.stdout);
@@ -73,6 +73,25 @@ fn a_misfit_says_what_each_strategy_lacks_and_whether_a_path_helps() {
         "{}",
         small.stdout
     );
+}
+
+#[test]
+fn the_call_of_a_tier_is_whole_and_a_row_of_deepspeed_says_so() {
+    let plan = |size: &str| {
+        let fixed = ["plan", "--parameters", size, "--fit", "24GB,64GB", "--path", "/mnt/a:3:2:1TB"];
+        succeed(spillway().args(fixed), TIMEOUT)
+    };
+    let fits = plan("7B");
+    for words in [
+        "\ntier: spillway.torch.AdamW(model.parameters(), tier=[\"/mnt/a\"], overlap=True)\n",
+        "\ntier-cache: spillway.torch.AdamW(model.parameters(), tier=[\"/mnt/a\"], host_memory=",
+        "\ntier-split-master: only under DeepSpeed, ZeRO-3: \"paths\": [\"/mnt/a\"], \"split_master\": true in ",
+    ] {
+        assert!(fits.contains(words), "{words}: {fits}");
+    }
+    let flows = plan("12B");
+    let call = "\ntier: flow = spillway.torch.Flow(model, \"cuda\", keep_bytes=None); spillway.torch.AdamW(";
+    assert!(flows.contains("tier, weights flow") && flows.contains(call), "{flows}");
 }
 
 #[test]

@@ -523,6 +523,54 @@ def test_on_a_terminal_rich_shows_the_lines_and_without_it_they_are_plain(record
     assert "\x1b" in shown["rich"] and "\x1b" not in shown["plain"]
 
 
+def test_what_a_step_waited_is_a_part_of_its_seconds(records, fresh):
+    figures = Owner().figures()
+    figures.stepped(time.perf_counter())
+    assert "exposed_seconds" not in figures.told()
+    begun = time.perf_counter() - 1.0
+    for waited in (0.25, 100.0, -1.0):
+        before = figures.exposed_seconds or 0.0, figures.seconds
+        figures.stepped(begun, waited)
+        exposed, seconds = figures.exposed_seconds - before[0], figures.seconds - before[1]
+        assert exposed == pytest.approx(min(max(waited, 0.0), seconds)) and figures.last_seconds == pytest.approx(seconds)
+    # The rest of a step, which a later call completes.
+    before = figures.steps, figures.last_seconds
+    figures.completed(time.perf_counter() - 2.0, 2.0)
+    assert figures.steps == before[0] and figures.last_seconds >= before[1] + 2.0
+    assert figures.exposed_seconds < figures.seconds
+
+
+def test_waits_outside_of_steps_are_not_exposed(tmp_path):
+    torch = pytest.importorskip("torch")
+    import spillway.torch
+
+    param = torch.nn.Parameter(torch.ones(200_000))
+    optimizer = spillway.torch.AdamW([param], tier=spillway.torch.TierOptions(str(tmp_path), job="run"), overlap=True)
+    for _ in range(5):
+        param.sum().backward()
+        optimizer.step()
+        optimizer.commit()
+    tiered = optimizer._home.tiered
+    assert 0 <= tiered._figures.exposed_seconds <= tiered._figures.seconds
+    assert tiered._figures.exposed_seconds < tiered.swap.stats().exposed_seconds
+    optimizer.close()
+
+
+def test_the_forward_that_completes_a_step_counts_with_it():
+    torch = pytest.importorskip("torch")
+    import spillway.torch
+
+    model = torch.nn.Linear(100, 100)
+    optimizer = spillway.torch.offload(model, torch.optim.AdamW, model=model, verdict="forward", max_norm=1.0)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    before = optimizer._figures.seconds
+    model(torch.ones(1, 100))
+    assert optimizer._figures.steps == 1 and optimizer._figures.seconds > before
+    assert 0 < optimizer._figures.exposed_seconds <= optimizer._figures.seconds
+    optimizer.close()
+
+
 def test_two_threads_may_publish_at_once(records, fresh):
     owners = [Owner() for _ in range(8)]
     figures = [owner.figures() for owner in owners]

@@ -45,16 +45,18 @@ class Figures:
     def __init__(self, kind: str, owner: Any, describe: Callable[[Any], dict[str, Any]]):
         self.kind, self._owner, self._describe = kind, weakref.ref(owner), describe
         self.steps, self.seconds, self.last_seconds = 0, 0.0, 0.0
+        #: Of `seconds`, those in which steps waited; None: steps never do.
+        self.exposed_seconds: float | None = None
         self._publisher: Publisher | None = None
         #: What the owner has told, and until when it is not asked again.
         self._described: dict[str, Any] = {}
         self._due = 0.0
 
-    def stepped(self, begun: float) -> None:
-        """A step has ended that began at this time.perf_counter()."""
+    def stepped(self, begun: float, waited: float | None = None) -> None:
+        """A step has ended that began at this time.perf_counter(), and in which the program waited for so many seconds."""
         now = time.perf_counter()
-        self.last_seconds = now - begun
-        self.seconds += self.last_seconds
+        self.last_seconds = 0.0
+        self._add(now - begun, waited)
         self.steps += 1
         publisher = _publisher
         if self._publisher is not publisher:
@@ -64,6 +66,16 @@ class Figures:
             self._ask(now)
         if now >= publisher.due:
             publisher.publish(now)
+
+    def completed(self, begun: float, waited: float) -> None:
+        """The rest of the last step, which it had left to a later call, has ended; as `stepped`."""
+        self._add(time.perf_counter() - begun, waited)
+
+    def _add(self, seconds: float, waited: float | None) -> None:
+        self.last_seconds += seconds
+        self.seconds += seconds
+        if waited is not None:
+            self.exposed_seconds = (self.exposed_seconds or 0.0) + min(max(waited, 0.0), seconds)
 
     def _ask(self, now: float) -> None:
         self._due = now + INTERVAL
@@ -78,7 +90,8 @@ class Figures:
     def told(self) -> dict[str, Any]:
         """All figures."""
         own = {"kind": self.kind, "steps": self.steps, "seconds": self.seconds, "last_seconds": self.last_seconds}
-        return {**own, **self._described}
+        exposed = {} if self.exposed_seconds is None else {"exposed_seconds": self.exposed_seconds}
+        return {**own, **exposed, **self._described}
 
 
 class Publisher:
@@ -107,7 +120,7 @@ class Publisher:
 
     def record(self) -> dict[str, Any]:
         """What is published: the process, and the figures of each optimizer. These are `steps`, `seconds` of all of them and of the last
-        one, and where there are such: `where` its states are, `exposed_seconds`, `memory` in bytes by kind on the "host" and on the
+        one, and where there are such: `exposed_seconds`, `where` its states are, `memory` in bytes by kind on the "host" and on the
         "device", `commits` and the `committed_step`, `paths` with health, bytes and busy seconds, and the `tier`."""
         if self._process is None:
             self._process = place.this_process()

@@ -37,6 +37,16 @@ fn the_tool_states_its_name_and_the_version_of_the_library() {
 }
 
 #[test]
+fn the_help_names_the_commands_of_the_python_package() {
+    let help = succeed(spillway().arg("--help"), TIMEOUT);
+    for command in ["  doctor JOB ", "  watch DIR|PID ", "  metrics DIR|PID ", "python -m spillway"] {
+        assert!(help.contains(command), "{command}: {help}");
+    }
+    let help = succeed(spillway().args(["doctor", "--help"]), TIMEOUT);
+    assert!(help.contains("python -m spillway doctor JOB"), "{help}");
+}
+
+#[test]
 fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
     let plan = |host: &str, more: &[&str]| {
         let fixed = ["plan", "mlp-offload-40b", "--machine", "mlp-offload-1", "--host-memory", host];

@@ -21,9 +21,16 @@ mod tune;
 
 use clap::{Parser, Subcommand};
 
+/// The commands that only the Python package has.
+const OF_PYTHON: &str = "\
+Commands of the Python package, also as python -m spillway:
+  doctor JOB       Says what of a job Spillway serves: train.py, ds_config.json, a model's config.json, or --torch
+  watch DIR|PID    Shows live what a running job does
+  metrics DIR|PID  Prints the same once, in Prometheus' text format";
+
 /// Optimizer offload for training large models on few GPUs.
 #[derive(Parser)]
-#[command(name = "spillway", version = spillway::VERSION)]
+#[command(name = "spillway", version = spillway::VERSION, after_help = OF_PYTHON)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

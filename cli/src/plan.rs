@@ -10,6 +10,7 @@ use spillway_planner::interleave::memory::{Bytes, bytes};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::share::{self, Balance};
 use spillway_planner::interleave::{DEFAULT_SLOTS, GpuGrads, Rates, Shape, TransferDtype};
+use spillway_planner::model::config::parameters;
 
 use super::report::{size, table};
 use super::stdout;
@@ -23,9 +24,9 @@ const WORD: f64 = 4.0;
 #[group(id = "interleaved")]
 #[command(next_help_heading = "Interleaved update")]
 pub struct Options {
-    /// Parameters of this GPU's shard, in billions.
-    #[arg(long, default_value_t = 5.0)]
-    pub parameters: f64,
+    /// Parameters of this GPU's shard, such as 5B.
+    #[arg(long, default_value = "5B", value_name = "NUMBER", value_parser = parameters)]
+    pub shard: u64,
     /// Parameters of a subgroup, in millions.
     #[arg(long, default_value_t = 100.0)]
     pub subgroup: f64,
@@ -112,9 +113,8 @@ impl Options {
             true => Ok(value as u64),
             false => Err(Error::invalid(name, "must be at least 1 and below 2^56")),
         };
-        let total = whole("parameters", self.parameters * GIGA)?;
-        let size = whole("subgroup", self.subgroup * 1e6)?.min(total);
-        let shape = Shape::covering(total, size)?;
+        let size = whole("subgroup", self.subgroup * 1e6)?.min(self.shard);
+        let shape = Shape::covering(self.shard, size)?;
         let gpu_grads = if self.fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept };
         let chunk = whole("chunk", self.chunk * 1e6)?;
         Ok(Shape { chunk, slots: self.slots, transfer_dtype: self.wire, gpu_grads, ..shape })

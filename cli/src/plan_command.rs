@@ -18,8 +18,8 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    match &options.model.model {
-        Some(name) => plan_model::run(name, &options.model, options.json),
+    match options.model.named()? {
+        Some(model) => plan_model::run(&model, &options.model, options.json),
         None => plan::run(&options.update, options.json),
     }
 }

@@ -13,6 +13,7 @@ use spillway::sys::descriptor::read_small;
 use spillway::sys::file::{file_system, free_bytes};
 use spillway::sys::memory::unused_bytes;
 use spillway::sys::profile::Contents;
+use spillway::sys::topology::mounts;
 use spillway_planner::model::machine::{Machine, PathSpec};
 use spillway_planner::model::presets;
 
@@ -33,50 +34,64 @@ pub type Sources = BTreeMap<&'static str, String>;
 #[group(skip)]
 pub struct Options {
     /// A machine of a paper: gh200, dos-h100, dos-v100, mlp-offload-1 or mlp-offload-2; without it, this machine.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     machine: Option<String>,
     /// Memory of each GPU and host memory for the run, such as 24GB,64GB: prints what fits, fastest first, and the call
     /// that uses it.
-    #[arg(long, requires = "model", value_name = "GPU,HOST", value_parser = fit,
-          conflicts_with_all = ["gpu_memory", "host_memory"])]
+    #[arg(long, requires = "subject", value_name = "GPU,HOST", value_parser = fit,
+          conflicts_with_all = ["gpu_memory", "host_memory", "interleaved"])]
     pub fit: Option<(ByteSize, ByteSize)>,
     /// Memory of each GPU, such as 80GB.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", value_parser = memory)]
     gpu_memory: Option<ByteSize>,
     /// Host memory for the run, such as 512GB; default: what is available.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", value_parser = memory)]
     host_memory: Option<ByteSize>,
     /// Link of each GPU, GB/s in each direction.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     link_gbps: Option<f64>,
     /// Adam on all processors together, in GB/s: 28 bytes per parameter.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     cpu_adam_gbps: Option<f64>,
     /// Adam on one GPU, in GB/s of 28 bytes per parameter.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     gpu_adam_gbps: Option<f64>,
     /// Operations that forward and backward reach on one GPU, in 10^12 per second.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     gpu_tflops: Option<f64>,
     /// A path of the tier, with GB/s of reads and writes and its capacity; may be repeated. Without the speeds, those
     /// of `spillway tune`; without the capacity, the free space.
-    #[arg(long = "path", requires = "model", value_name = "DIR[:READ:WRITE[:CAPACITY]]")]
+    #[arg(
+        long = "path",
+        requires = "subject",
+        conflicts_with = "interleaved",
+        value_name = "DIR[:READ:WRITE[:CAPACITY]]"
+    )]
     paths: Vec<String>,
     /// Profile with measurements; default: the one that engines read, unless --machine is given.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     profile: Option<PathBuf>,
     /// The entry of the profile for the GPU's link; needed if the profile has several.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     profile_link: Option<String>,
     /// A report of `python -m spillway.bench adam --json=FILE`: its fastest case in f32.
-    #[arg(long, requires = "model", value_name = "REPORT.json")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", value_name = "REPORT.json")]
     adam_report: Option<PathBuf>,
 }
 
 /// The two sizes of `--fit`.
 fn fit(given: &str) -> std::result::Result<(ByteSize, ByteSize), String> {
     let (gpu, host) = given.split_once(',').ok_or("is not two sizes, such as 24GB,64GB")?;
-    Ok((gpu.trim().parse()?, host.trim().parse()?))
+    Ok((memory(gpu.trim())?, memory(host.trim())?))
+}
+
+/// A size with its unit: 24 for 24GB would be a plan of 24 bytes.
+pub fn memory(given: &str) -> std::result::Result<ByteSize, String> {
+    let found = given.parse()?;
+    match given.ends_with(|letter: char| letter.is_ascii_alphabetic()) {
+        true => Ok(found),
+        false => Err(format!("{given} has no unit; write it as {given}GB, or with another unit")),
+    }
 }
 
 /// A machine, the number of its GPUs, and where its figures come from.
@@ -283,7 +298,7 @@ fn path(text: &str, contents: Option<&Contents>) -> Result<(PathSpec, bool)> {
     let with_speeds = count > 2 && number(count - 2).is_some() && number(count - 1).is_some();
     let (name, speeds, capacity) = match (with_capacity, with_speeds) {
         (true, _) => {
-            let capacity = parts[count - 1].parse::<ByteSize>().map_err(refuse)?.as_u64();
+            let capacity = memory(parts[count - 1]).map_err(refuse)?.as_u64();
             (parts[..count - 3].join(":"), number(count - 3).zip(number(count - 2)), Some(capacity))
         }
         (false, true) => (parts[..count - 2].join(":"), number(count - 2).zip(number(count - 1)), None),
@@ -311,7 +326,10 @@ fn tuned(directory: &Path, contents: Option<&Contents>) -> std::result::Result<(
     let entry = contents.and_then(|contents| contents.filesystems.get(&system.to_string()));
     let figure = |name: &str| entry.and_then(|entry| entry.get(name)).and_then(Value::as_f64);
     let both = figure("read_gb_per_s").zip(figure("write_gb_per_s"));
-    both.ok_or_else(|| format!("the profile has no speeds for its file system {system}; {advice}"))
+    both.ok_or_else(|| {
+        let name = mounts::of(directory).map_or_else(|| system.to_string(), |mount| mount.to_string());
+        format!("the profile has no speeds for its file system, {name}; {advice}")
+    })
 }
 
 #[cfg(test)]
@@ -329,6 +347,8 @@ mod tests {
         assert!(is_free_space && here.capacity > 0 && here.read == 1e9 && here.name == ".");
         for (text, words) in [
             (".", "has no speeds"),
+            ("/proc", "proc, mounted on /proc; run spillway tune"),
+            ("/mnt/a:1:1:500", "500GB, or with another unit"),
             ("no/such/folder", "spillway tune"),
             ("no/such/folder:1:1", "free space is unknown"),
             ("/mnt/a:1:1:many", "many"),

@@ -9,8 +9,8 @@ use spillway::error::{Error, Result};
 use spillway::offload::swap::budget;
 use spillway::offload::swap::encoding::Encoding;
 use spillway::sys::descriptor;
-use spillway_planner::model::config::Model;
-use spillway_planner::model::machine::Workload;
+use spillway_planner::model::config::{Model, parameters};
+use spillway_planner::model::machine::{Machine, PathSpec, Workload};
 use spillway_planner::model::presets;
 use spillway_planner::model::report::{Outcome, Plan, plan};
 use spillway_planner::model::strategy::{Strategy, TierNeed};
@@ -20,47 +20,53 @@ use super::{plan_report, plan_svg, stdout};
 
 /// Largest description of a model; those of transformers have a few kilobytes.
 const MOST_BYTES: u64 = 1 << 20;
+/// Most subgroups of a model of which only the size is given.
+const MOST_SUBGROUPS: u64 = 1000;
 
 /// A model, the machine and the run.
 #[derive(clap::Args)]
 #[group(id = "planner")]
 #[command(next_help_heading = "With MODEL")]
 pub struct Options {
-    /// A config.json of transformers, a folder with one, a description, or a model of a paper; without MODEL, only an
-    /// interleaved update is planned.
-    #[arg(help_heading = None, conflicts_with = "interleaved")]
-    pub model: Option<String>,
+    /// A config.json of transformers, a folder with one, a description, or a model of a paper; without MODEL and
+    /// --parameters, only an interleaved update is planned.
+    #[arg(help_heading = None, group = "subject", conflicts_with = "interleaved")]
+    model: Option<String>,
+    /// In place of MODEL: a decoder with this number of parameters, such as 7B, 350M or 7e9, of an assumed shape.
+    #[arg(long, group = "subject", conflicts_with = "interleaved", value_name = "NUMBER", value_parser = parameters)]
+    parameters: Option<u64>,
     #[command(flatten)]
     pub machine: plan_machine::Options,
     /// GPUs of the machine that train, one rank each; default: those of --machine, else 1.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     ranks: Option<u64>,
     /// ZeRO stage: 3 shards the weights over the ranks, 2 does not.
-    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.stage)]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", default_value_t = Workload::DEFAULT.stage)]
     zero_stage: u64,
     /// Sequences of a micro-batch.
-    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.micro_batch)]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", default_value_t = Workload::DEFAULT.micro_batch)]
     micro_batch: u64,
     /// Tokens of a sequence.
-    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.sequence)]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", default_value_t = Workload::DEFAULT.sequence)]
     sequence: u64,
     /// Micro-batches of a step.
-    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.accumulation)]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", default_value_t = Workload::DEFAULT.accumulation)]
     accumulation: u64,
     /// Keeps all activations, instead of one checkpoint per layer.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     no_recompute: bool,
-    /// Parameters of a subgroup.
-    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.subgroup)]
-    sub_group_size: u64,
+    /// Parameters of a subgroup; default: 100000000, and with --parameters at least a thousandth of them.
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
+    sub_group_size: Option<u64>,
     /// No step is committed, so that the paths need not keep the earlier state.
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved")]
     no_commits: bool,
     /// GPU memory that the plan leaves alone, such as 1GiB.
-    #[arg(long, requires = "model", default_value_t = ByteSize::b(Workload::DEFAULT.gpu_reserve))]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", value_parser = plan_machine::memory,
+          default_value_t = ByteSize::b(Workload::DEFAULT.gpu_reserve))]
     gpu_reserve: ByteSize,
     /// Draws a step of the best strategy, or of --strategy, into this SVG file.
-    #[arg(long, requires = "model", value_name = "FILE.svg")]
+    #[arg(long, requires = "subject", conflicts_with = "interleaved", value_name = "FILE.svg")]
     svg: Option<PathBuf>,
     /// The strategy that --svg draws, as the table names it.
     #[arg(long, requires = "svg", value_parser = strategy)]
@@ -77,9 +83,23 @@ struct Report<'a> {
     calls: BTreeMap<&'static str, String>,
 }
 
-/// Plans `name` with these options.
-pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
-    let model = model(name)?;
+impl Options {
+    /// The model that is to be planned; `None`: no option names one.
+    pub fn named(&self) -> Result<Option<Model>> {
+        match &self.model {
+            Some(name) => model(name).map(Some),
+            None => Ok(self.parameters.map(Model::decoder)),
+        }
+    }
+
+    fn subgroup(&self) -> u64 {
+        let least = self.parameters.map_or(0, |parameters| parameters / MOST_SUBGROUPS);
+        self.sub_group_size.unwrap_or(Workload::DEFAULT.subgroup.max(least))
+    }
+}
+
+/// Plans a model with these options.
+pub fn run(model: &Model, options: &Options, json: bool) -> Result<()> {
     let found = plan_machine::machine(&options.machine)?;
     let run = Workload {
         ranks: options.ranks.unwrap_or(found.gpus),
@@ -88,11 +108,11 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
         sequence: options.sequence,
         accumulation: options.accumulation,
         recompute: !options.no_recompute,
-        subgroup: options.sub_group_size,
+        subgroup: options.subgroup(),
         commits: !options.no_commits,
         gpu_reserve: options.gpu_reserve.as_u64(),
     };
-    let plan = plan(&model, &found.machine, &run, &tier_need)?;
+    let plan = plan(model, &found.machine, &run, &tier_need)?;
     if let Some(path) = &options.svg {
         let drawn = drawn(&plan, options.strategy)?;
         let svg =
@@ -104,13 +124,14 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
     }
     if json {
         // A program reads in the object that nothing fits.
-        let calls =
-            plan.strategies.iter().map(|outcome| (outcome.strategy.name(), plan_report::call(outcome)));
+        let call = |outcome: &Outcome| (outcome.strategy.name(), plan_report::call(outcome, run.ranks));
+        let calls = plan.strategies.iter().map(call);
         return stdout::say_json(&Report { plan: &plan, sources: &found.sources, calls: calls.collect() });
     }
+    let with_a_path = with_a_path(&plan)?;
     match options.machine.fit {
-        Some(_) => stdout::say(&plan_report::fitting(&plan))?,
-        None => stdout::say(&plan_report::text(&plan, &found.sources))?,
+        Some(_) => stdout::say(&plan_report::fitting(&plan, &found.sources, with_a_path.as_ref()))?,
+        None => stdout::say(&plan_report::text(&plan, &found.sources, with_a_path.as_ref()))?,
     }
     match plan.best {
         Some(_) => Ok(()),
@@ -119,6 +140,17 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
             Err(Error::System { what: "planning", reason })
         }
     }
+}
+
+/// The plan with a path that has room for everything, if without one nothing fits. Its speeds are of no account.
+fn with_a_path(without: &Plan) -> Result<Option<Plan>> {
+    if without.best.is_some() || !without.machine.paths.is_empty() {
+        return Ok(None);
+    }
+    let path = PathSpec { name: "DIR".to_string(), read: 1e9, write: 1e9, capacity: 1 << 60 };
+    let machine = Machine { paths: vec![path], ..without.machine.clone() };
+    let found = plan(&without.model, &machine, &without.run, &tier_need)?;
+    Ok(found.best.is_some().then_some(found))
 }
 
 /// The model of a paper, or the file's.
@@ -130,8 +162,16 @@ fn model(name: &str) -> Result<Model> {
     let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let refuse = |reason: String| Error::invalid("MODEL", format!("{}: {reason}", path.display()));
     let bytes = descriptor::read_small(&path, MOST_BYTES).map_err(refuse)?.ok_or_else(|| {
-        let names: Vec<String> = presets::model_names().collect();
-        refuse(format!("there is no such file, and the models of the papers are {}", names.join(", ")))
+        let of = |names: Vec<String>| Some(format!("{} to {}", names.first()?, names.last()?));
+        let papers: Vec<String> = presets::model_names().filter_map(of).collect();
+        let by_size = match parameters(name) {
+            Ok(_) => format!("--parameters {name} plans a decoder of that size"),
+            Err(_) => "--parameters 7B plans a decoder of a size".to_string(),
+        };
+        refuse(format!(
+            "there is no such file; {by_size}, and the models of the papers are {}",
+            papers.join(", ")
+        ))
     })?;
     Ok(Model::parse(&path.display().to_string(), &bytes)?)
 }

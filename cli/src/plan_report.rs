@@ -7,17 +7,10 @@ use spillway_planner::model::report::{Outcome, Plan};
 use super::plan_machine::Sources;
 use super::report::{size, table};
 
-/// The text of a plan.
-pub fn text(plan: &Plan, sources: &Sources) -> String {
+/// The text of a plan. `with_a_path`: the plan with a path, where nothing fits without one.
+pub fn text(plan: &Plan, sources: &Sources, with_a_path: Option<&Plan>) -> String {
     let mut parts = vec![model(plan), machine(plan, sources), strategies(plan)];
-    for outcome in &plan.strategies {
-        parts.extend(
-            outcome
-                .reasons
-                .iter()
-                .map(|reason| format!("{} does not fit: {reason}", outcome.strategy.name())),
-        );
-    }
+    parts.extend(lacks(plan, with_a_path));
     if let Some(outcome) = plan.strategies.iter().rev().find(|outcome| !outcome.paths.is_empty()) {
         let shares: Vec<String> = outcome
             .paths
@@ -44,12 +37,52 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
         (Some(best), _) => format!("best: {best}"),
         (None, _) => "no strategy fits this machine".to_string(),
     });
+    let best = plan.strategies.iter().find(|outcome| Some(outcome.strategy.name()) == plan.best);
+    parts.extend(best.map(|outcome| format!("its call: {}", call(outcome, plan.run.ranks))));
     let text = parts.join("\n");
     text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
 
-/// What fits, fastest first, and how a program asks for it.
-pub fn fitting(plan: &Plan) -> String {
+/// What each strategy lacks that does not fit, and what fits with a path.
+fn lacks(plan: &Plan, with_a_path: Option<&Plan>) -> Vec<String> {
+    let line = |outcome: &Outcome| {
+        let reasons = outcome.reasons.join("; ");
+        (!outcome.fits).then(|| format!("{} does not fit: {reasons}", outcome.strategy.name()))
+    };
+    let mut lines: Vec<String> = plan.strategies.iter().filter_map(line).collect();
+    let tiers = with_a_path.map_or(&[][..], |found| &found.strategies).iter().filter(|outcome| outcome.fits);
+    let space = |outcome: &Outcome| outcome.paths.iter().map(|path| path.space_bytes).sum::<u64>();
+    if let Some(least) = tiers.clone().map(space).min() {
+        let names: Vec<&str> = tiers.map(|outcome| outcome.strategy.name()).collect();
+        lines.push(format!(
+            "with a path of {} or more: {} fit; add --path DIR:READ:WRITE:CAPACITY, with GB/s of reads and writes",
+            size(least),
+            names.join(", ")
+        ));
+    }
+    lines
+}
+
+/// What a plan of `--fit` takes for granted, in one line.
+fn assumptions(plan: &Plan, sources: &Sources) -> String {
+    let (run, machine) = (&plan.run, &plan.machine);
+    let giga = |value: f64| format!("{:.2}", value / 1e9);
+    let of = |field: &str, text: String| {
+        let source = sources.get(field).map_or("assumed", String::as_str);
+        format!("{text} ({source})")
+    };
+    [
+        format!("of a step: {} x {} x {} tokens", run.accumulation, run.micro_batch, run.sequence),
+        of("h2d", format!("link {} and {} GB/s", giga(machine.h2d), giga(machine.d2h))),
+        of("cpu", format!("Adam {} G parameters/s on the CPU", giga(machine.cpu))),
+        of("gpu", format!("{} on a GPU", giga(machine.gpu))),
+        of("flops", format!("{:.0} x 10^12 operations/s", machine.flops / 1e12)),
+    ]
+    .join(", ")
+}
+
+/// What fits, fastest first, and how a program asks for it; what each strategy lacks, if none fits.
+pub fn fitting(plan: &Plan, sources: &Sources, with_a_path: Option<&Plan>) -> String {
     let step = |outcome: &Outcome| outcome.seconds.as_ref().map_or(f64::INFINITY, |seconds| seconds.step);
     let mut fits: Vec<&Outcome> = plan.strategies.iter().filter(|outcome| outcome.fits).collect();
     fits.sort_by(|one, other| step(one).total_cmp(&step(other)));
@@ -58,18 +91,25 @@ pub fn fitting(plan: &Plan) -> String {
         let [name, _, gpu, host, paths, .., exposed, step] = row(outcome);
         table.add_row([name, gpu, host, size(link(outcome)), paths, exposed, step]);
     }
-    let mut parts = vec![model(plan), format!("\n{table}\n")];
-    if fits.is_empty() {
-        parts.push("no strategy fits this machine".to_string());
+    let mut parts = vec![model(plan), assumptions(plan, sources)];
+    match fits.is_empty() {
+        true => {
+            parts.push("no strategy fits this machine".to_string());
+            parts.extend(lacks(plan, with_a_path));
+        }
+        false => parts.push(format!("\n{table}\n")),
     }
-    parts.extend(fits.iter().map(|outcome| format!("{}: {}", outcome.strategy.name(), call(outcome))));
+    parts.extend(
+        fits.iter().map(|outcome| format!("{}: {}", outcome.strategy.name(), call(outcome, plan.run.ranks))),
+    );
     parts.join("\n")
 }
 
-/// The call that steps as a strategy does.
-pub fn call(outcome: &Outcome) -> String {
+/// The call that steps as a strategy does, on each of `ranks`.
+pub fn call(outcome: &Outcome, ranks: u64) -> String {
+    let flows = outcome.weights_on_host > 0.0;
     let offload = |options: &str| {
-        let flow = if outcome.weights_on_host > 0.0 { ", weights=\"flow\", device=\"cuda\"" } else { "" };
+        let flow = if flows { ", weights=\"flow\", device=\"cuda\"" } else { "" };
         format!("spillway.torch.offload(model, torch.optim.AdamW{options}{flow})")
     };
     match outcome.strategy {
@@ -81,18 +121,39 @@ pub fn call(outcome: &Outcome) -> String {
             format!("{}; not for DTensors", offload(", moment_dtype=\"int8\", master=\"split\""))
         }
         Strategy::Speculation => offload(", tail=\"auto\""),
-        Strategy::InterleaveResidents => "spillway/interleave.h".to_string(),
-        Strategy::Interleave => {
-            "spillway/interleave.h; under DeepSpeed \"interleave\" in the object \"spillway\"".to_string()
+        Strategy::InterleaveResidents => {
+            "no class of torch: a program over spillway/interleave.h".to_string()
         }
-        Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
-            "spillway.torch.AdamW(model.parameters(), tier=[...], overlap=True), or ZeRO-3 with \"spillway\" in its \
-             configuration"
+        Strategy::Interleave => {
+            "only under DeepSpeed, ZeRO-3: \"interleave\": {} in the object \"spillway\" of its \
+                                 configuration; or a program over spillway/interleave.h"
                 .to_string()
         }
-        Strategy::TierSplitMaster => {
-            "ZeRO-3 with \"split_master\" in the object \"spillway\" of its configuration".to_string()
+        Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
+            let flow =
+                if flows { "flow = spillway.torch.Flow(model, \"cuda\", keep_bytes=None); " } else { "" };
+            let memory = match outcome.cached_subgroups {
+                0 => String::new(),
+                _ => format!(", host_memory={}", outcome.host.states / ranks),
+            };
+            format!(
+                "{flow}spillway.torch.AdamW(model.parameters(), tier={}{memory}, overlap=True)",
+                directories(outcome)
+            )
         }
+        Strategy::TierSplitMaster => format!(
+            "only under DeepSpeed, ZeRO-3: \"paths\": {}, \"split_master\": true in the object \"spillway\" of its \
+             configuration",
+            directories(outcome)
+        ),
+    }
+}
+
+/// The directories of the paths, as a list of Python and JSON.
+fn directories(outcome: &Outcome) -> String {
+    match outcome.paths.as_slice() {
+        [] => "[...]".to_string(),
+        paths => format!("{:?}", paths.iter().map(|path| &path.name).collect::<Vec<_>>()),
     }
 }
 

@@ -37,6 +37,16 @@ fn the_tool_states_its_name_and_the_version_of_the_library() {
 }
 
 #[test]
+fn the_help_names_the_commands_of_the_python_package() {
+    let help = succeed(spillway().arg("--help"), TIMEOUT);
+    for command in ["  doctor JOB ", "  watch DIR|PID ", "  metrics DIR|PID ", "python -m spillway"] {
+        assert!(help.contains(command), "{command}: {help}");
+    }
+    let help = succeed(spillway().args(["doctor", "--help"]), TIMEOUT);
+    assert!(help.contains("python -m spillway doctor JOB"), "{help}");
+}
+
+#[test]
 fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
     let plan = |host: &str, more: &[&str]| {
         let fixed = ["plan", "mlp-offload-40b", "--machine", "mlp-offload-1", "--host-memory", host];
@@ -51,6 +61,47 @@ fn a_plan_of_which_nothing_fits_is_printed_and_fails() {
     let done = plan("20GB", &["--json"]);
     assert!(done.code == Some(0) && done.stdout.contains(lacks), "{}{}", done.stdout, done.stderr);
     assert_eq!(serde_json::from_str::<Value>(&done.stdout).expect("JSON")["best"], Value::Null);
+}
+
+#[test]
+fn a_misfit_says_what_each_strategy_lacks_and_whether_a_path_helps() {
+    let plan = |fit: &str| run(spillway().args(["plan", "--parameters", "7B", "--fit", fit]), TIMEOUT);
+    let none = plan("16GB,32GB");
+    assert_eq!(none.code, Some(1));
+    for words in [
+        "no strategy fits this machine\ngpu does not fit: each GPU has 14.9 GiB, but ",
+        "\nhost-int8-moments does not fit: the host has 29.8 GiB, but ",
+        "tier, tier-cache, tier-split-master fit; add --path DIR:READ:WRITE:CAPACITY",
+        "Adam 2.00 G parameters/s on the CPU (assumed), 25.00 on a GPU (assumed), 150 x 10^12 operations/s (assumed)",
+    ] {
+        assert!(none.stdout.contains(words), "{words}: {}", none.stdout);
+    }
+    assert!(!none.stdout.contains("step s"), "no table without rows: {}", none.stdout);
+    let small = plan("1GB,1GB");
+    assert!(
+        small.stdout.contains("gpu does not fit") && !small.stdout.contains("--path"),
+        "{}",
+        small.stdout
+    );
+}
+
+#[test]
+fn the_call_of_a_tier_is_whole_and_a_row_of_deepspeed_says_so() {
+    let plan = |size: &str| {
+        let fixed = ["plan", "--parameters", size, "--fit", "24GB,64GB", "--path", "/mnt/a:3:2:1TB"];
+        succeed(spillway().args(fixed), TIMEOUT)
+    };
+    let fits = plan("7B");
+    for words in [
+        "\ntier: spillway.torch.AdamW(model.parameters(), tier=[\"/mnt/a\"], overlap=True)\n",
+        "\ntier-cache: spillway.torch.AdamW(model.parameters(), tier=[\"/mnt/a\"], host_memory=",
+        "\ntier-split-master: only under DeepSpeed, ZeRO-3: \"paths\": [\"/mnt/a\"], \"split_master\": true in ",
+    ] {
+        assert!(fits.contains(words), "{words}: {fits}");
+    }
+    let flows = plan("12B");
+    let call = "\ntier: flow = spillway.torch.Flow(model, \"cuda\", keep_bytes=None); spillway.torch.AdamW(";
+    assert!(flows.contains("tier, weights flow") && flows.contains(call), "{flows}");
 }
 
 #[test]
@@ -218,7 +269,43 @@ fn plan_of_a_model_refuses_options_without_effect() {
         assert!(refused.code != Some(0) && refused.stderr.contains(words), "{wrong:?}: {}", refused.stderr);
     }
     let alone = run(spillway().args(["plan", "--ranks", "4"]), TIMEOUT);
-    assert!(alone.code == Some(2) && alone.stderr.contains("<MODEL>"), "{}", alone.stderr);
+    assert!(
+        alone.code == Some(2) && alone.stderr.contains("<MODEL|--parameters <NUMBER>>"),
+        "{}",
+        alone.stderr
+    );
+    for update in [["--shard", "7B"], ["--cpu", "2"]] {
+        let refused = run(spillway().arg("plan").args(update).args(["--fit", "24GB,64GB"]), TIMEOUT);
+        assert!(refused.code == Some(2) && refused.stderr.contains("cannot be used with"), "{update:?}");
+    }
+}
+
+#[test]
+fn plan_takes_the_size_of_a_model_in_place_of_its_description() {
+    let plan =
+        |size: &str, more: &[&str]| run(spillway().args(["plan", "--parameters", size]).args(more), TIMEOUT);
+    let fit = ["--fit", "24GB,64GB"];
+    let found = plan("7B", &fit);
+    assert!(found.code == Some(0) && found.stdout.contains("7000000000 parameters"), "{}", found.stderr);
+    assert!(found.stdout.contains("host-int8-moments: spillway.torch.offload("), "{}", found.stdout);
+    for same in ["7e9", "7000000000", "7000M"] {
+        assert_eq!(plan(same, &fit).stdout, found.stdout, "{same}");
+    }
+    assert_eq!(plan("100T", &[]).code, Some(1), "its subgroups are few enough");
+    for wrong in ["7", "0", "7 B B"] {
+        let refused = plan(wrong, &fit);
+        assert!(refused.code == Some(2) && refused.stderr.contains("such as 7B"), "{}", refused.stderr);
+    }
+    let both = run(spillway().args(["plan", "dos-7b", "--parameters", "7B"]), TIMEOUT);
+    assert!(both.code == Some(2) && both.stderr.contains("cannot be used with"), "{}", both.stderr);
+    let named = run(spillway().args(["plan", "7B"]).args(fit), TIMEOUT);
+    assert!(
+        named.code == Some(1) && named.stderr.contains("--parameters 7B plans a decoder"),
+        "{}",
+        named.stderr
+    );
+    let shard = succeed(spillway().args(["plan", "--shard", "2B", "--json"]), TIMEOUT);
+    assert_eq!(serde_json::from_str::<Value>(&shard).expect("JSON")["subgroups"], 20);
 }
 
 /// Work of several kinds at the same time: the overlap that the trace shows.
@@ -300,17 +387,13 @@ fn what_fits_is_named_with_its_call_fastest_first() {
     let many = plan("80GB,2TB").stdout;
     let found = steps(&many);
     assert!(found.len() > 5 && found.is_sorted() && many.contains("tail=\"auto\""), "{many}");
-    let none = plan("8GB,8GB");
-    assert!(
-        none.code == Some(1) && none.stdout.contains("no strategy fits"),
-        "{}{}",
-        none.stdout,
-        none.stderr
-    );
+    assert!(done.stdout.contains("of a step: 1 x 1 x 2048 tokens, link 55.00"), "{}", done.stdout);
     for wrong in ["24GB", "24GB,", "x,64GB"] {
         let done = plan(wrong);
         assert!(done.code != Some(0) && done.stderr.contains("--fit"), "{wrong}: {}", done.stderr);
     }
+    let done = plan("24,64");
+    assert!(done.code == Some(2) && done.stderr.contains("24 has no unit"), "{}", done.stderr);
     let both = ["plan", "dos-7b", "--fit", "24GB,64GB", "--host-memory", "64GB"];
     assert!(run(spillway().args(both), TIMEOUT).stderr.contains("cannot be used with"));
 }

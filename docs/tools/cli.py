@@ -29,6 +29,7 @@ def page(tool):
     parts = [
         "<!-- Written by docs/tools/cli.py. Do not edit. -->\n# Command line tool\n\n"
         "The wheel and `make install` install the tool; `make lib` builds it as `target/release/spillway`.\n"
+        "The Python package has the commands `doctor JOB`, `watch` and `metrics` too: [before and during a run](../watch.md).\n"
     ]
     waiting = [()]
     while waiting:

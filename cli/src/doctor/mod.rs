@@ -18,7 +18,13 @@ use crate::progress::Progress;
 use crate::stdout;
 use finding::{Finding, Verdict};
 
+/// The doctor of jobs, which only the Python package has.
+const OF_PYTHON: &str = "\
+Of the Python package: spillway doctor JOB, or python -m spillway doctor JOB, says what of a job Spillway serves, and what \
+it saves. JOB is train.py, ds_config.json, a model's config.json, or --torch.";
+
 #[derive(clap::Args)]
+#[command(after_help = OF_PYTHON)]
 pub struct Options {
     /// A directory for offloaded state; may be repeated. A few MiB are written there and removed.
     #[arg(long = "dir", default_value = ".")]

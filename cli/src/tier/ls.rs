@@ -161,7 +161,7 @@ fn text(tier: &TierReport) -> String {
     let step = step_of(tier.step);
     let bytes = tier.extents.iter().map(|extent| extent.bytes).sum();
     let mut text = format!(
-        "{} on {}, rank {}{world}: {step}, {} extents of {}, record of {} bytes\n",
+        "{} on {}, rank {}{world}: {step}, {} extents, {} in all, record of {} bytes\n",
         tier.job,
         tier.host,
         tier.rank,

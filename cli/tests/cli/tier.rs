@@ -148,9 +148,13 @@ fn ls_shows_steps_extents_and_shares_and_reads_a_tier_in_use() {
 
     let open = made.open(0, Mode::Resume);
     let text = made.succeed("ls", &[], &[]);
-    for words in
-        ["run on node, rank 0 of 4: step 7, 3 extents", "which runs", "odd\\n\\u{1b}name", "path 1: "]
-    {
+    for words in [
+        "run on node, rank 0 of 4: step 7, 3 extents, ",
+        " in all, record of ",
+        "which runs",
+        "odd\\n\\u{1b}name",
+        "path 1: ",
+    ] {
         assert!(text.contains(words), "{words}: {text}");
     }
     assert!(text.contains(&format!("process {}", std::process::id())), "{text}");

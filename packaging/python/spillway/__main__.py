@@ -152,7 +152,8 @@ _SHORT = {
 
 def _torch(version: str) -> list[tuple[str, str]]:
     text = "yes, on the CPU: from spillway.torch import "
-    return [(name, f"{text}{name}") for name in ("Adam", "AdamW", "Adagrad", "Lion")]
+    offload = ("offload", "yes, with parameters on a GPU or the CPU: from spillway.torch import offload")
+    return [offload, *((name, f"{text}{name}") for name in ("Adam", "AdamW", "Adagrad", "Lion"))]
 
 
 def _megatron(version: str) -> list[tuple[str, str]]:

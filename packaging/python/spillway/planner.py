@@ -41,8 +41,9 @@ _OPTIONS = (
 
 
 def plan_model(
-    model: str | os.PathLike[str] | Mapping[str, Any] | Any,
+    model: str | os.PathLike[str] | Mapping[str, Any] | Any = None,
     *,
+    parameters: int | str | None = None,
     paths: Sequence[str | os.PathLike[str]] = (),
     recompute: bool = True,
     commits: bool = True,
@@ -53,6 +54,7 @@ def plan_model(
     Args:
         model: A config.json, a folder with one, the name of a paper's model, a dictionary with the fields of a
             config.json, or a configuration of transformers.
+        parameters: In place of a model: a decoder with this number of parameters, such as "7B", of an assumed shape.
         paths: Paths of the tier, each as "DIR" or "DIR:READ:WRITE:CAPACITY", with speeds in GB/s.
         recompute: Activations are recomputed from one checkpoint per layer.
         commits: Steps are committed, so that the paths keep the last committed state beside the new one.
@@ -73,8 +75,12 @@ def plan_model(
         raise InvalidArgumentError(f"plan_model: paths is {paths!r}; pass a list of paths")
     given = ["--" + name.replace("_", "-") + "=" + _text(name, value) for name, value in options.items() if value is not None]
     given += ["--path=" + os.fspath(path) for path in paths] + ["--no-recompute"] * (not recompute) + ["--no-commits"] * (not commits)
+    if (model is None) is (parameters is None):
+        raise InvalidArgumentError("plan_model: pass either a model or its number of parameters")
+    if parameters is not None:
+        return _run([f"--parameters={_text('parameters', parameters)}", *given])
     if isinstance(model, (str, os.PathLike)):
-        return _run(os.fspath(model), given)
+        return _run([*given, "--", _text("model", model)])
     fields = model if isinstance(model, Mapping) else getattr(model, "to_dict", lambda: None)()
     if not isinstance(fields, Mapping):
         raise InvalidArgumentError(
@@ -92,7 +98,7 @@ def plan_model(
             raise InvalidArgumentError(f"plan_model: the configuration cannot be written as JSON: {error}") from error
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-        return _run(path, given)
+        return _run([*given, "--", path])
 
 
 def _text(name: str, value: Any) -> str:
@@ -102,14 +108,14 @@ def _text(name: str, value: Any) -> str:
     return f"{text}B" if name.endswith(("_memory", "_reserve")) and isinstance(value, int) else text
 
 
-def _run(model: str, given: list[str]) -> dict[str, Any]:
+def _run(given: list[str]) -> dict[str, Any]:
     import subprocess
 
     from . import _files
 
     tool = _native.tool_path()
     try:
-        made = subprocess.run([tool, "plan", *given, "--json", "--", model], capture_output=True, text=True, check=False)
+        made = subprocess.run([tool, "plan", "--json", *given], capture_output=True, text=True, check=False)
     except ValueError as error:
         raise InvalidArgumentError(f"plan_model: {error}") from error
     except OSError as error:

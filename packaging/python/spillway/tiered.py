@@ -27,7 +27,7 @@ from ._commit import Commit
 from ._live.publisher import Figures
 from ._snapshot import Exported, Snapshot, part_name, processes_of
 from ._timeline import span
-from .errors import CorruptError, InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
+from .errors import CorruptError, InvalidArgumentError, NoStateError, OutOfOrderError, OwnSuppressed, SpillwayError, TierError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -443,7 +443,7 @@ class Tiered:
         if not self.is_own:
             # The handles refuse the step, and the group belongs to the parent process.
             return work()
-        begun = time.perf_counter()
+        begun, waited = time.perf_counter(), self._waited()
         cure = "; this rank has stepped, so call rollback() in all processes"
         with span("tier.step"):
             found, counts = self.place.exchanged(work, lambda _: count(), call="step()", cure=cure)
@@ -452,8 +452,15 @@ class Tiered:
                 f"{self._user}: the processes have different numbers of steps: {differ}; call rollback() in all of them, or make the "
                 f"{self._user} of all of them again"
             )
-        self._figures.stepped(begun)
+        self._figures.stepped(begun, self._waited() - waited)
         return found
+
+    def _waited(self) -> float:
+        """Seconds since the open in which calls waited for data, or for the update that runs beside them."""
+        with OwnSuppressed(SpillwayError):
+            if isinstance(swap := self._handles.swap, Swap):
+                return swap.stats().exposed_seconds
+        return 0.0
 
     def _told(self) -> dict[str, Any]:
         """The figures of the tier that are published."""
@@ -461,7 +468,7 @@ class Tiered:
         given = (path.directory for path in place.paths if path.directory is not None and not _is_remote(path.directory))
         of_swap: dict[str, Any] = {}
         if isinstance(swap, Swap):
-            of_swap = {"exposed_seconds": swap.stats().exposed_seconds, "memory": {"host": {"buffers": swap.budget.host_bytes}}}
+            of_swap = {"memory": {"host": {"buffers": swap.budget.host_bytes}}}
         paths = [
             {
                 "name": path.directory,

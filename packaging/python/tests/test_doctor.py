@@ -254,6 +254,65 @@ def test_a_script_is_read_and_not_run(doctor):
     assert len(done.stdout.splitlines()) <= SCREEN
 
 
+IN_USE = {
+    "the module": "import torch, spillway.torch\noptimizer = spillway.torch.offload(model, torch.optim.AdamW, lr=1e-3)",
+    "another name": "import spillway.torch as st\noptimizer = st.offload(model, lr=1e-3)",
+    "the package": "from spillway import torch as other\noptimizer = other.offload(model, lr=1e-3)",
+    "a name": "from spillway.torch import offload\noffload(model, lr=1e-3)",
+    "all names": "from spillway.torch import *\noffload(model, lr=1e-3)",
+    "in a function": "def make(model):\n    from spillway.torch import offload as o\n    return o(model, lr=1e-3)",
+    "a variable": "import torch\nfrom spillway.torch import offload\nkind = torch.optim.AdamW\noffload(model, kind)",
+}
+
+
+@pytest.mark.parametrize("imported", IN_USE)
+def test_spillway_in_a_script_is_found_however_it_is_imported(doctor, imported):
+    done = doctor("--parameters", "7B", "--host-memory", "256GB", name="train.py", text=IN_USE[imported])
+    assert done.returncode == 0 and served(done.stdout) == (["spillway.torch.offload"], []), done.stdout
+    assert "in use already" in done.stdout and "\nadd\n" not in done.stdout
+    assert re.search(r"^  now +host ", done.stdout, re.M), done.stdout
+
+
+@pytest.mark.parametrize(
+    "call, strategy, directories",
+    [
+        ("offload(model)", "host", []),
+        ("offload(model, moment_dtype='int8', master='split')", "host-int8-moments", []),
+        ("offload(model, moment_dtype=torch.bfloat16, master='split')", "host-split-master", []),
+        ("AdamW(params, moment_dtype=torch.bfloat16)", "host-bf16-moments", []),
+        ("offload(model, tail='auto')", "speculation", []),
+        ("AdamW(params, tier=None)", "host", []),
+        ("AdamW(params, tier='/mnt/a')", "tier", ["/mnt/a"]),
+        ("AdamW(params, tier=['/mnt/a', 's3://bucket/b'], host_memory='auto')", "tier-cache", ["/mnt/a"]),
+        ("AdamW(params, tier=TierOptions(places, job='run'))", "tier", ["/mnt/b"]),
+        ("AdamW(params, tier=arguments.tier)", "tier", []),
+    ],
+)
+def test_the_strategy_of_a_script_is_that_of_its_call(tmp_path, call, strategy, directories):
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\nfrom spillway.torch import *\nfrom spillway.torch import TierOptions\nplaces = ['/mnt/b']\n{call}")
+    found = script.findings(str(path), None)
+    assert (found.strategy, found.directories, found.is_served) == (strategy, directories, True)
+
+
+def test_a_tier_in_use_is_compared_with_what_fits(doctor, tmp_path):
+    text = f"from spillway.torch import AdamW\nAdamW(model.parameters(), tier={str(tmp_path)!r}, overlap=True)"
+    machine = ("--parameters", "7B", "--gpu-memory", "24GB", "--host-memory", "64GB")
+    done = doctor(*machine, f"--path={tmp_path}:3:2:500GB", name="train.py", text=text)
+    assert done.returncode == 0 and re.search(r"^  now +tier .* paths [\d.]+ GB", done.stdout, re.M) and "the fastest" in done.stdout
+    unknown = doctor(*machine, name="other.py", text=text.replace(repr(str(tmp_path)), "arguments.tier"))
+    assert unknown.returncode == 0 and "now: states on a tier" in unknown.stdout and "does not fit" not in unknown.stdout
+
+
+def test_deepspeeds_ops_in_use_need_no_further_line(doctor):
+    text = (
+        "import spillway.deepspeed\nfrom deepspeed.ops.adam import DeepSpeedCPUAdam\nspillway.deepspeed.install()\nDeepSpeedCPUAdam(params)"
+    )
+    done = doctor(name="train.py", text=text)
+    assert done.returncode == 0 and served(done.stdout)[0] == ["spillway.deepspeed.install", "cpu_adam"]
+    assert "SPILLWAY_DEEPSPEED=1 deepspeed" not in done.stdout
+
+
 def test_a_script_names_its_configuration(doctor, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": ZERO3, "optimizer": ADAMW}))
     for text in (
@@ -294,7 +353,7 @@ def test_a_job_of_torch(doctor):
     done = doctor("--torch", "--parameters", "7B", "--host-memory", "256GB", "--gpu-memory", "80GB")
     assert done.returncode == 0 and "torch.optim.AdamW" in served(done.stdout)[0] and len(done.stdout.splitlines()) <= SCREEN
     # The lines are those of the planner.
-    plan = planner.plan_model(savings.described(7 * 10**9), host_memory="256GB", gpu_memory="80GB")
+    plan = planner.plan_model(parameters="7B", host_memory="256GB", gpu_memory="80GB")
     assert plan["calls"]["speculation"] in done.stdout and re.search(r"^  now .* gpu .* does not fit$", done.stdout, re.M)
     assert "nothing fits this machine" in doctor("--torch", "--parameters", "7B", "--host-memory", "1GB", "--gpu-memory", "1GB").stdout
 
@@ -309,8 +368,7 @@ def test_a_models_configuration_is_a_job_of_torch(doctor):
     "text, number", [("7B", 7 * 10**9), ("350m", 350 * 10**6), ("1.5B", 1_500_000_000), ("2000000", 2 * 10**6), ("1T", 10**12)]
 )
 def test_numbers_of_parameters(text, number):
-    assert savings.parameters_of(text) == number
-    _, plan = savings.planned(script.of_torch(), savings.described(number), {})
+    _, plan = savings.planned(script.of_torch(), {"parameters": text})
     assert plan["model"]["parameters"] == number
 
 

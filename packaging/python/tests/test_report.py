@@ -39,6 +39,8 @@ def test_the_report_names_library_machine_and_frameworks(child_environment):
     for name in ("kernel", "threads", "memlock", "io_uring"):
         assert f"\n  {name} " in done.stdout
     assert f"  kernel                 {facts['kernel']}\n" in done.stdout
+    if facts["versions"]["torch"]:
+        assert "  offload                yes, with parameters on a GPU or the CPU" in done.stdout
     for framework, version in facts["versions"].items():
         assert (f"\n{framework} {version}\n" if version else f"{framework}: not installed") in done.stdout
 

@@ -418,27 +418,61 @@ def test_what_is_no_record_is_not_read(records):
     lacks()
 
 
-def test_a_number_that_another_process_has_by_now_is_that_of_a_dead_one(records):
+def test_only_the_record_of_the_living_process_with_a_number_is_read(records):
     process = place.this_process()
     _planted(records, of={"start": process.start - 1})
+    with pytest.raises(spillway.NotFoundError, match="has not ended a step"):
+        reader.find(str(os.getpid()))
+    _planted(records, of={"start": 5, "namespace": 1})
     (record,) = reader.find(str(os.getpid()))
-    assert record.lives is False
+    assert record.lives is None and "in another container" in next(iter(screen.lines(record, None))).text
     _planted(records)
     (record,) = reader.find(str(os.getpid()))
     assert record.lives is True and record.start == process.start
-    _planted(records, of={"start": 5, "namespace": 1})
-    (record,) = [one for one in reader.find(str(os.getpid())) if one.start == 5]
-    assert record.lives is None and "in another container" in next(iter(screen.lines(record, None))).text
 
 
-def test_records_of_dead_processes_are_removed_after_an_hour(records, fresh):
-    process, past = place.this_process(), time.time() - 2 * publisher.KEEPS_DEAD
-    for start, namespace, old in ((1, process.namespace, True), (2, process.namespace, False), (3, 1, True)):
-        path = _planted(records, of={"start": start, "namespace": namespace})
-        if old:
-            os.utime(path, (past, past))
+def test_of_processes_that_have_ended_the_newest_with_a_number_is_read(records):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for start, told in ((7, 300.0), (8, 100.0), (9, 200.0)):
+        _planted(records, of={"number": ended.pid, "start": start}, time=told)
+    (record,) = reader.find(str(ended.pid))
+    assert record.start == 7 and record.lives is False and "has ended" in next(iter(screen.lines(record, None))).text
+
+
+@pytest.mark.parametrize("by", ["number", "directory"])
+def test_a_watch_ends_with_its_process_where_an_earlier_one_left_a_record(records, capsys, tmp_path, by):
+    living = subprocess.Popen(["sleep", "60"])
+    start = place.start_of(living.pid)
+    tier = [{"kind": "AdamW", "directories": [str(tmp_path / "tier")]}]
+    (tmp_path / "tier").mkdir()
+    _planted(records, of={"number": living.pid, "start": start - 1}, command="earlier", optimizers=tier)
+    own = _planted(records, of={"number": living.pid, "start": start}, command="watched", optimizers=tier)
+
+    def end():
+        time.sleep(0.5)
+        own.unlink()
+        living.kill()
+        living.wait()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    try:
+        code = command.watch([str(living.pid) if by == "number" else str(tmp_path / "tier"), "--interval", "0.1"])
+    finally:
+        ending.join()
+    told = capsys.readouterr().out.splitlines()
+    assert code == 0 and told[-1] == f"process {living.pid} has ended" and "watched" in told[0]
+    assert not [line for line in told if "earlier" in line]
+
+
+def test_records_of_dead_processes_are_removed_after_an_hour_and_foreign_ones_after_a_week(records, fresh):
+    process, now = place.this_process(), time.time()
+    hours, weeks = now - 2 * publisher.KEEPS_DEAD, now - 2 * publisher.KEEPS_FOREIGN
+    for start, namespace, told in ((1, process.namespace, hours), (2, process.namespace, now), (3, 1, hours), (4, 1, weeks)):
+        os.utime(_planted(records, of={"start": start, "namespace": namespace}), (told, told))
     (records / "9-9-9.json.7.part").write_text("")
-    os.utime(records / "9-9-9.json.7.part", (past, past))
+    os.utime(records / "9-9-9.json.7.part", (hours, hours))
     Owner().figures().stepped(0.0)
     # One of another namespace may live, and one that died just now may be watched.
     assert sorted(os.listdir(records)) == sorted(
@@ -487,6 +521,54 @@ def test_on_a_terminal_rich_shows_the_lines_and_without_it_they_are_plain(record
         os.close(master)
         assert "AdamW, here: step 3" in shown[name]
     assert "\x1b" in shown["rich"] and "\x1b" not in shown["plain"]
+
+
+def test_what_a_step_waited_is_a_part_of_its_seconds(records, fresh):
+    figures = Owner().figures()
+    figures.stepped(time.perf_counter())
+    assert "exposed_seconds" not in figures.told()
+    begun = time.perf_counter() - 1.0
+    for waited in (0.25, 100.0, -1.0):
+        before = figures.exposed_seconds or 0.0, figures.seconds
+        figures.stepped(begun, waited)
+        exposed, seconds = figures.exposed_seconds - before[0], figures.seconds - before[1]
+        assert exposed == pytest.approx(min(max(waited, 0.0), seconds)) and figures.last_seconds == pytest.approx(seconds)
+    # The rest of a step, which a later call completes.
+    before = figures.steps, figures.last_seconds
+    figures.completed(time.perf_counter() - 2.0, 2.0)
+    assert figures.steps == before[0] and figures.last_seconds >= before[1] + 2.0
+    assert figures.exposed_seconds < figures.seconds
+
+
+def test_waits_outside_of_steps_are_not_exposed(tmp_path):
+    torch = pytest.importorskip("torch")
+    import spillway.torch
+
+    param = torch.nn.Parameter(torch.ones(200_000))
+    optimizer = spillway.torch.AdamW([param], tier=spillway.torch.TierOptions(str(tmp_path), job="run"), overlap=True)
+    for _ in range(5):
+        param.sum().backward()
+        optimizer.step()
+        optimizer.commit()
+    tiered = optimizer._home.tiered
+    assert 0 <= tiered._figures.exposed_seconds <= tiered._figures.seconds
+    assert tiered._figures.exposed_seconds < tiered.swap.stats().exposed_seconds
+    optimizer.close()
+
+
+def test_the_forward_that_completes_a_step_counts_with_it():
+    torch = pytest.importorskip("torch")
+    import spillway.torch
+
+    model = torch.nn.Linear(100, 100)
+    optimizer = spillway.torch.offload(model, torch.optim.AdamW, model=model, verdict="forward", max_norm=1.0)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    before = optimizer._figures.seconds
+    model(torch.ones(1, 100))
+    assert optimizer._figures.steps == 1 and optimizer._figures.seconds > before
+    assert 0 < optimizer._figures.exposed_seconds <= optimizer._figures.seconds
+    optimizer.close()
 
 
 def test_two_threads_may_publish_at_once(records, fresh):

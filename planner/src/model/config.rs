@@ -4,6 +4,8 @@
 //! optionally `active_parameters`. It describes a model whose `model_type` is not known; other fields are ignored.
 #![forbid(unsafe_code)]
 
+use std::ops::RangeInclusive;
+
 use serde::Serialize;
 use serde_json::Value;
 
@@ -11,6 +13,11 @@ use super::families::{DecoderParams, FAMILIES};
 use super::fields::Fields;
 use crate::error::{Error, Result};
 
+/// Parameters of a model of which only their number is given.
+const SIZES: RangeInclusive<f64> = 1e6..=1e14;
+/// The heads of such a model have this width, and its vocabulary these words.
+const WIDTH_OF_A_LAYER: u64 = 128;
+const WORDS: u64 = 32_000;
 /// Most parameters of a model. Bytes of all ranks and micro-batches then stay within 64 bits.
 const MOST_PARAMETERS: u64 = 1 << 50;
 
@@ -52,6 +59,25 @@ impl Model {
         }
     }
 
+    /// A decoder with this number of parameters: layers of 12 squares of the width, which is 128 for each layer, as in
+    /// models of 7 to 70 billion.
+    pub fn decoder(parameters: u64) -> Model {
+        let square = (12 * WIDTH_OF_A_LAYER * WIDTH_OF_A_LAYER) as f64;
+        let layers = ((parameters as f64 / square).cbrt().round() as u64).max(1);
+        let hidden = WIDTH_OF_A_LAYER * layers;
+        let vocabulary = (parameters / (4 * hidden)).clamp(2, WORDS);
+        Model {
+            name: "decoder".to_string(),
+            family: "shape assumed".to_string(),
+            parameters,
+            active_parameters: parameters,
+            layers,
+            hidden,
+            vocabulary,
+            largest_module: parameters.div_ceil(layers).max(vocabulary * hidden).min(parameters),
+        }
+    }
+
     fn of(name: &str, family: &str, parts: &DecoderParams) -> Result<Model> {
         let layers = u128::from(parts.layers);
         let all = parts.embeddings + layers * parts.layer + parts.last;
@@ -66,6 +92,25 @@ impl Model {
             largest_module: limited(parts.layer.max(parts.embeddings))?,
         })
     }
+}
+
+/// The number of parameters that a text such as `7B`, `350M`, `7e9` or `7000000000` names.
+pub fn parameters(text: &str) -> std::result::Result<u64, String> {
+    let (number, factor) =
+        match text.char_indices().last().map(|(at, letter)| (at, letter.to_ascii_uppercase())) {
+            Some((at, 'K')) => (&text[..at], 1e3),
+            Some((at, 'M')) => (&text[..at], 1e6),
+            Some((at, 'B' | 'G')) => (&text[..at], 1e9),
+            Some((at, 'T')) => (&text[..at], 1e12),
+            _ => (text, 1.0),
+        };
+    let letters = if factor == 1.0 { "0123456789.eE+" } else { "0123456789." };
+    let found =
+        Some(number.trim_end()).filter(|number| number.chars().all(|letter| letters.contains(letter)));
+    let found = found.and_then(|number| number.parse::<f64>().ok()).map(|number| (number * factor).round());
+    found.filter(|count| SIZES.contains(count)).map(|count| count as u64).ok_or_else(|| {
+        format!("is {text:?}; pass a number of parameters from 1M to 100T, such as 7B, 350M or 7e9")
+    })
 }
 
 /// A model of an unknown family, which must say how many parameters it has.
@@ -236,6 +281,44 @@ mod tests {
         // Every prefix is read or refused, never a panic.
         for end in 0..LLAMA_2_7B.len() {
             let _ = parse(&LLAMA_2_7B[..end]);
+        }
+    }
+
+    #[test]
+    fn a_number_of_parameters_has_a_unit_or_all_its_digits() {
+        for (text, expected) in [
+            ("7B", 7_000_000_000),
+            ("350m", 350_000_000),
+            ("1.5 B", 1_500_000_000),
+            ("7e9", 7_000_000_000),
+            ("2000000", 2_000_000),
+            ("1T", 1_000_000_000_000),
+        ] {
+            assert_eq!(parameters(text), Ok(expected), "{text}");
+            assert_eq!(Model::decoder(expected).parameters, expected);
+        }
+        for text in ["", "7", "-7B", "0", "1e9B", "nan", "inf", "7BB", "7 billions", "200T", "B", "7\u{e9}"] {
+            assert!(parameters(text).unwrap_err().contains("such as 7B"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_decoder_has_the_shape_of_its_size() {
+        let found = Model::decoder(7_000_000_000);
+        assert_eq!((found.layers, found.hidden, found.vocabulary), (33, 4224, 32_000));
+        assert!(found.largest_module < found.parameters / 30);
+    }
+
+    #[test]
+    fn a_whole_number_may_be_a_float() {
+        let text = |number: &str| {
+            format!(
+                r#"{{"parameters": {number}, "num_hidden_layers": 32.0, "hidden_size": 4096, "vocab_size": 1e4}}"#
+            )
+        };
+        assert_eq!(parse(&text("7e9")).unwrap().parameters, 7_000_000_000);
+        for wrong in ["7.5", "-1e3", "1e300", "0.0"] {
+            assert!(refusal(&text(wrong)).contains("must be a whole number"), "{wrong}");
         }
     }
 }

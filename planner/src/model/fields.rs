@@ -43,7 +43,7 @@ impl<'a> Fields<'a> {
     pub fn up_to(&self, name: &'static str, most: u64) -> Result<Option<u64>> {
         match self.map.get(name) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => match value.as_u64().filter(|number| (1..=most).contains(number)) {
+            Some(value) => match whole(value).filter(|number| (1..=most).contains(number)) {
                 Some(number) => Ok(Some(number)),
                 None => Err(wrong(name, value, format!("a whole number from 1 to {most}"))),
             },
@@ -102,6 +102,12 @@ impl<'a> Fields<'a> {
             missing => Err(Error::invalid("config", format!("lacks {}", missing.join(", ")))),
         }
     }
+}
+
+/// A number without a fraction, also where it is written as 7e9.
+fn whole(value: &Value) -> Option<u64> {
+    let float = || value.as_f64().filter(|number| number.fract() == 0.0 && *number >= 0.0);
+    value.as_u64().or_else(|| float().map(|number| number as u64))
 }
 
 fn wrong(name: &'static str, value: &Value, wanted: String) -> Error {

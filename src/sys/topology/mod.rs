@@ -11,6 +11,7 @@
 //! | `cgroups.rs` | directories of cgroups |
 //! | `visible.rs` | `CUDA_VISIBLE_DEVICES` |
 //! | `placement.rs` | processors for each rank, its trainer and its workers |
+//! | `mounts.rs` | mounted file systems |
 //! | `path.rs` | the node of the drive that holds a path |
 //!
 //! Invariants:
@@ -22,6 +23,7 @@
 mod allowed;
 pub mod cgroups;
 mod devices;
+pub mod mounts;
 mod nodes;
 mod path;
 pub mod placement;

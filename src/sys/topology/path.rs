@@ -10,6 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::devices::node_of;
+use super::mounts;
 use super::nodes::Node;
 use super::sysfs::Root;
 
@@ -33,12 +34,9 @@ pub(super) fn node(root: &Root, nodes: &[Node], path: &Path) -> io::Result<Optio
 
 /// The folder in /sys of the block device that the mount with this device number names.
 fn mounted_from(root: &Root, major: u32, minor: u32) -> Option<String> {
-    let mounts = root.text("proc/self/mountinfo")?;
     let number = format!("{major}:{minor}");
-    // "36 35 98:0 /root /mount options - type source options"
-    let line = mounts.lines().find(|line| line.split_whitespace().nth(2) == Some(&number))?;
-    let source = line.split_once(" - ")?.1.split_whitespace().nth(1)?;
-    let device = std::fs::metadata(Path::new(source).strip_prefix("/dev").ok().map(|_| source)?).ok()?.rdev();
+    let source = mounts::all(root).into_iter().find(|mount| mount.number == number)?.source;
+    let device = std::fs::metadata(source.starts_with("/dev/").then_some(source)?).ok()?.rdev();
     Some(format!("sys/dev/block/{}:{}", libc::major(device), libc::minor(device)))
 }
 

@@ -66,16 +66,16 @@ def run(given: Sequence[str]) -> int:
     try:
         found, model = _found(asked)
         if asked.parameters is not None:
-            model = savings.described(savings.parameters_of(asked.parameters))
+            model = {"parameters": asked.parameters}
         options = {name: value for name in ("ranks", "gpu_memory", "host_memory", "paths") if (value := getattr(asked, name)) is not None}
         saves, host_bytes = ["how much: add --parameters 7B, or the number of your model"], 0
         if model is None and options:
             savings.check(options)
         if model is not None:
-            saves, plan = savings.planned(found, model, options)
+            saves, plan = savings.planned(found, {**model, **options})
             if plan is not None:
                 host_bytes = max((row["host_bytes"] for row in plan["strategies"] if row["strategy"] == found.strategy), default=0)
-            if plan is not None and found.frameworks == ("torch",):
+            if plan is not None and found.frameworks == ("torch",) and not found.in_use:
                 found.lines = ["import spillway.torch", *savings.calls(found, plan)]
         found.obstacles += machine.obstacles(found.directories, found.frameworks, host_bytes)
     except InvalidArgumentError as error:
@@ -87,8 +87,8 @@ def run(given: Sequence[str]) -> int:
     return SERVED if found.is_served else NOT_SERVED
 
 
-def _found(asked: argparse.Namespace) -> tuple[Findings, Any]:
-    """The findings about a job, and its model if the job describes one."""
+def _found(asked: argparse.Namespace) -> tuple[Findings, dict[str, Any] | None]:
+    """The findings about a job, and its model as the planner takes it, if the job describes one."""
     version = machine.version("deepspeed")
     if asked.torch:
         return script.of_torch(), None
@@ -96,7 +96,7 @@ def _found(asked: argparse.Namespace) -> tuple[Findings, Any]:
         return script.findings(asked.job, version), None
     given = files.configuration(asked.job)
     if isinstance(given, dict) and "hidden_size" in given and not deepspeed_job.is_deepspeeds(given):
-        return script.of_torch(), asked.job
+        return script.of_torch(), {"model": asked.job}
     found = deepspeed_job.findings(given, version)
     return found, None
 

@@ -36,6 +36,7 @@ class Findings:
         strategy: The planner's name of what the job does now.
         choices: The planner's names of what Spillway has for such a job.
         plan: Options of the planner that the job has.
+        in_use: The names of Spillway that the job uses.
         directories: The directories of the tier or of the swap files.
         frameworks: The packages that the job needs."""
 
@@ -46,6 +47,7 @@ class Findings:
     strategy: str = "gpu"
     choices: tuple[str, ...] = ()
     plan: dict[str, Any] = field(default_factory=dict)
+    in_use: tuple[str, ...] = ()
     directories: list[str] = field(default_factory=list)
     frameworks: tuple[str, ...] = ()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,61 +9,34 @@ from ..errors import InvalidArgumentError
 from ..planner import plan_model
 from .findings import Findings
 
-_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMBGT]?)", re.IGNORECASE)
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-#: The heads of a model have this width, and its vocabulary these words, where only the number of its parameters is known.
-_WIDTH_OF_A_LAYER, _WORDS = 128, 32_000
-_LEAST, _MOST = 10**6, 10**14
-
-
-def parameters_of(text: str) -> int:
-    """The number of parameters that a text such as "7B" names.
-
-    Raises:
-        InvalidArgumentError: It is none, or out of range."""
-    found = _NUMBER.fullmatch(text.strip())
-    number = 0 if found is None else int(float(found[1]) * _FACTORS[found[2].upper()])
-    if not _LEAST <= number <= _MOST:
-        raise InvalidArgumentError(f"--parameters is {text!r}; pass a number from 1M to 100T, such as 7B or 350M")
-    return number
-
-
-def described(parameters: int) -> dict[str, int]:
-    """A description of a decoder with about this number of parameters, as the planner reads it: layers of 12 squares of the width, which
-    is 128 for each layer, as in models of 7 to 70 billion."""
-    layers = max(1, round((parameters / (12 * _WIDTH_OF_A_LAYER**2)) ** (1 / 3)))
-    hidden = _WIDTH_OF_A_LAYER * layers
-    return {
-        "parameters": parameters,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "vocab_size": min(_WORDS, max(2, parameters // (4 * hidden))),
-    }
-
 
 def check(options: Mapping[str, Any]) -> None:
     """Raises InvalidArgumentError if the planner takes these options for no model."""
-    plan_model(described(_LEAST), **options)
+    plan_model(parameters="1M", **options)
 
 
-def planned(found: Findings, model: str | Mapping[str, Any], options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
+def planned(found: Findings, options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
     """Lines about the savings, and the plan; None if the planner knows too little about the paths of the job.
+
+    Args:
+        found: The job.
+        options: The model or the number of its parameters, and the machine, as `plan_model` takes them.
 
     Raises:
         InvalidArgumentError: The planner refuses the model or an option."""
-    # The number of subgroups is limited.
-    passed = {"sub_group_size": max(10**8, model["parameters"] // 1000), **options} if isinstance(model, Mapping) else options
     try:
-        plan = plan_model(model, **{"paths": found.directories, **passed, **found.plan})
+        plan = plan_model(**{"paths": found.directories, **options, **found.plan})
     except InvalidArgumentError as error:
         # Without what the job says, it refuses what the user has passed.
-        plan_model(model, **passed)
+        plan_model(**options)
         return [f"not planned: {str(error).removeprefix('plan_model: ')}"], None
     strategies = {row["strategy"]: row for row in plan["strategies"]}
     # With one path the planner has no row of its own for it.
     now = strategies.get(found.strategy) or (strategies.get("tier") if found.strategy == "tier-one-path" else None)
     offered = [row for name, row in strategies.items() if name in found.choices and row["fits"] and row["seconds"]]
     lines = [] if now is None else [_row("now", now)]
+    if now is None and found.strategy.startswith("tier"):
+        lines.append("now: states on a tier, whose directories are known only when it runs; add --path DIR:READ:WRITE:CAPACITY")
     for name, rows in _best(offered):
         lines.append(_row(name, rows))
     if not offered:

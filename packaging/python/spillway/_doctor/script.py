@@ -44,6 +44,14 @@ _CONFIGURES = {
     "TrainingArguments": ("deepspeed",),
     "DeepSpeedPlugin": ("hf_ds_config",),
 }
+#: What a job uses of Spillway, beside classes.
+_CALLS = ("offload", "install")
+#: What `from MODULE import *` gives.
+_ALL_OF = {"torch.optim": _CLASSES, "deepspeed.ops.adam": ("DeepSpeedCPUAdam",), "spillway.torch": (*_CLASSES, "Lion", "Staged", "offload")}
+#: How the line begins by which DeepSpeed's ops are served.
+_BY_VARIABLE = "SPILLWAY_DEEPSPEED=1 "
+#: The package that a module needs.
+_FRAMEWORKS = {"torch": "torch", "deepspeed": "deepspeed", "megatron": "megatron-core"}
 _TRAINERS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer", "trl.DPOTrainer")
 _OFFLOADS = ("host", "host-bf16-moments", "host-split-master", "host-int8-moments", "speculation", "tier", "tier-cache")
 
@@ -58,17 +66,57 @@ def findings(path: str, version: str | None) -> Findings:
     Raises:
         InvalidArgumentError: It cannot be read, or is no Python."""
     names = _Names(_parsed(path))
-    found = Findings("a training script", choices=_OFFLOADS)
+    found = Findings("a training script", choices=_OFFLOADS, in_use=tuple(filter(_is_spillways, names.used)))
+    steps_with_spillway = any(name.startswith("spillway.torch.") for name in found.in_use)
     for name, line in sorted(names.used.items(), key=lambda item: item[1]):
-        _look_at(found, name, f"line {line}")
+        # A class that is only passed on is an argument of Spillway's call.
+        if not (steps_with_spillway and name.startswith("torch.optim.") and name not in names.called):
+            _look_at(found, name, f"line {line}")
+    _note_strategy(found, names)
     for kind, given, line in names.configurations:
         _configured(found, kind, given, line, path, version)
     if "deepspeed.initialize" in names.used and not names.configurations:
         config = "the doctor reads it by: python -m spillway doctor ds_config.json"
         found.obstacles.append(Obstacle(f"line {names.used['deepspeed.initialize']}: the configuration is known only when it runs", config))
         found.frameworks = (*found.frameworks, "deepspeed")
-    found.lines = [*dict.fromkeys(found.lines)]
+    installed = "spillway.deepspeed.install" in found.in_use
+    found.lines = [line for line in dict.fromkeys(found.lines) if not (installed and line.startswith(_BY_VARIABLE))]
     return found
+
+
+def _is_spillways(name: str) -> bool:
+    """True for a class of Spillway, and for a call by which a job is served."""
+    last = name.rpartition(".")[2]
+    return name.startswith("spillway.") and (last in _CALLS or (last[:1].isupper() and not last.endswith("Error")))
+
+
+def _note_strategy(found: Findings, names: _Names) -> None:
+    """Notes what the first optimizer of Spillway in a script does, as the planner names it, and its directories."""
+    if not names.optimizers:
+        return
+    keywords = names.optimizers[0]
+    given = {name: _source(keywords[name]) for name in ("tier", "moment_dtype", "master", "tail") if name in keywords}
+    if given.get("tier", "None") != "None":
+        found.strategy = "tier-cache" if "host_memory" in keywords else "tier"
+        found.directories += names.directories(keywords["tier"])
+    elif "int8" in given.get("moment_dtype", ""):
+        found.strategy = "host-int8-moments"
+    elif "split" in given.get("master", ""):
+        found.strategy = "host-split-master"
+    elif given.get("moment_dtype", "None") != "None":
+        found.strategy = "host-bf16-moments"
+    elif given.get("tail", "0") != "0":
+        found.strategy = "speculation"
+    else:
+        found.strategy = "host"
+
+
+def _source(node: ast.expr) -> str:
+    """The text of an expression; an empty one for too many levels."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return ""
 
 
 def of_torch() -> Findings:
@@ -106,10 +154,14 @@ class _Names:
 
     Attributes:
         used: Each, as `package.module.name`, with the line of its first use.
-        configurations: What calls name as a DeepSpeed configuration: the call, the value and its line."""
+        called: Those that are called.
+        configurations: What calls name as a DeepSpeed configuration: the call, the value and its line.
+        optimizers: The keywords of the calls of spillway.torch that make an optimizer, in the order of their lines."""
 
     def __init__(self, tree: ast.Module):
         self.used: dict[str, int] = {}
+        self.called: set[str] = set()
+        self.optimizers: list[dict[str, ast.expr]] = []
         self.configurations: list[tuple[str, str | dict[Any, Any], int]] = []
         self._known: dict[str, str] = {}
         self._whole: list[str] = []
@@ -119,6 +171,27 @@ class _Names:
             self._import(node)
         for node in ast.walk(tree):
             self._use(node)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda call: call.lineno):
+            name = self._name(call.func)
+            if name is not None and name.removeprefix("spillway.torch.") in _ALL_OF["spillway.torch"]:
+                self.optimizers.append({one.arg: self._value(one.value) for one in call.keywords if one.arg is not None})
+
+    def directories(self, given: ast.expr) -> list[str]:
+        """The directories of a tier that a script names by literals: one, a list of them, or those of TierOptions."""
+        given = self._value(given)
+        if isinstance(given, ast.Call) and (self._name(given.func) or "").endswith(".TierOptions") and given.args:
+            given = self._value(given.args[0])
+        try:
+            found = ast.literal_eval(given)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return []
+        found = [found] if isinstance(found, str) else found
+        return [one for one in found if isinstance(one, str) and "://" not in one] if isinstance(found, (list, tuple)) else []
+
+    def _value(self, node: ast.expr) -> ast.expr:
+        """What a variable was assigned, if only once; else the expression itself."""
+        return self._assigned[node.id][0] if isinstance(node, ast.Name) and len(self._assigned.get(node.id, ())) == 1 else node
 
     def _import(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign):
@@ -140,12 +213,10 @@ class _Names:
             self.used[name] = min(node.lineno, self.used.get(name, node.lineno))
         if not isinstance(node, ast.Call) or (called := self._name(node.func)) is None:
             return
+        self.called.add(called)
         keywords = next((keywords for kind, keywords in _CONFIGURES.items() if f".{called}".endswith(f".{kind}")), ())
         for keyword in node.keywords:
-            value: Any = keyword.value
-            if isinstance(value, ast.Name) and len(self._assigned.get(value.id, ())) == 1:
-                value = self._assigned[value.id][0]
-            if keyword.arg in keywords and (given := _literal(value)) is not None:
+            if keyword.arg in keywords and (given := _literal(self._value(keyword.value))) is not None:
                 self.configurations.append((called, given, keyword.value.lineno))
 
     def _name(self, node: ast.AST) -> str | None:
@@ -158,8 +229,7 @@ class _Names:
             return None
         first = self._known.get(node.id)
         if first is None:
-            known = {"torch.optim": _CLASSES, "deepspeed.ops.adam": ("DeepSpeedCPUAdam",)}
-            first = next((f"{module}.{node.id}" for module in self._whole if node.id in known.get(module, ())), None)
+            first = next((f"{module}.{node.id}" for module in self._whole if node.id in _ALL_OF.get(module, ())), None)
         return None if first is None else ".".join([first, *reversed(parts)])
 
 
@@ -183,17 +253,19 @@ def _look_at(found: Findings, name: str, where: str) -> None:
         found.lines += _torch_lines(_SAME[name])
     elif package == "deepspeed" and last in _OPS:
         found.parts.append(JobPart(_OPS[last], f"{last}, {where}"))
-        found.lines.append("SPILLWAY_DEEPSPEED=1 deepspeed SCRIPT   (or: import spillway.deepspeed; spillway.deepspeed.install())")
+        found.lines.append(f"{_BY_VARIABLE}deepspeed SCRIPT   (or: import spillway.deepspeed; spillway.deepspeed.install())")
     elif package == "deepspeed" and last in _ON_GPU:
         found.parts.append(JobPart(f"deepspeed {last}", where, _ON_GPU[last]))
     elif name in _TRAINERS:
         found.parts.append(JobPart(name, where))
-        found.lines.append(f"{last}(..., optimizers=(spillway.torch.AdamW(model.parameters(), ...), None))")
-    elif package == "spillway" and name.startswith("spillway.") and last[:1].isupper():
+        if not any(used.startswith("spillway.torch.") for used in found.in_use):
+            found.lines.append(f"{last}(..., optimizers=(spillway.torch.AdamW(model.parameters(), ...), None))")
+    elif name in found.in_use:
         found.parts.append(JobPart(name, f"{where}, in use already"))
     if len(found.parts) > before:
-        framework = {"spillway": (), "deepspeed": ("deepspeed",)}.get(package, ("torch",))
-        found.frameworks = (*found.frameworks, *(one for one in framework if one not in found.frameworks))
+        framework = _FRAMEWORKS.get(name.split(".")[1] if package == "spillway" else package, None if package == "spillway" else "torch")
+        if framework is not None and framework not in found.frameworks:
+            found.frameworks = (*found.frameworks, framework)
 
 
 def _torchs(found: Findings, last: str, where: str) -> None:

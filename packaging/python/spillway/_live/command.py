@@ -76,9 +76,8 @@ def _watch(job: str, count: int | None, interval: float) -> int:
             if number == count or all(record.lives is False for record in found):
                 return _FOUND
             time.sleep(interval)
-            try:
-                found = reader.find(job)
-            except NotFoundError:
+            found = seen.followed(job)
+            if not found:
                 # A process that ends by itself removes its record.
                 show([screen.Line(f"{', '.join(f'process {pid}' for pid, _ in seen.records)} has ended", "head")])
                 return _FOUND
@@ -89,6 +88,16 @@ class _Seen:
 
     def __init__(self) -> None:
         self.records: dict[tuple[int, int], tuple[reader.Published | None, reader.Published]] = {}
+
+    def followed(self, job: str) -> list[reader.Published]:
+        """The records of a later look at a job: those of the processes that were shown, and new ones with a tier in its directory. Earlier
+        processes may have left records too."""
+        by_number = reader.number_of(job) is not None
+        try:
+            found = reader.find(job)
+        except NotFoundError:
+            return []
+        return [one for one in found if (one.pid, one.start) in self.records or not (by_number or one.lives is False)]
 
     def lines(self, found: Sequence[reader.Published]) -> list[screen.Line]:
         told: list[screen.Line] = []

@@ -21,7 +21,9 @@ METRICS = {
     "spillway_steps_total": _Metric("counter", "Steps that have ended."),
     "spillway_step_seconds_total": _Metric("counter", "Seconds in steps."),
     "spillway_last_step_seconds": _Metric("gauge", "Seconds of the last step."),
-    "spillway_exposed_seconds_total": _Metric("counter", "Seconds in which a step has waited for data."),
+    "spillway_exposed_seconds_total": _Metric(
+        "counter", "Of the seconds in steps, those in which the program waited for data or for the step."
+    ),
     "spillway_commits_total": _Metric("counter", "Commits of the tier since its open."),
     "spillway_committed_step": _Metric("gauge", "The step of the last commit."),
     "spillway_memory_bytes": _Metric("gauge", "Bytes of memory, by kind, on the host and on devices."),

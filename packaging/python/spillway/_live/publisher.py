@@ -23,8 +23,10 @@ from .. import _kept
 from ..errors import is_raised_within
 from . import place
 
-#: Seconds between two records, after a failure, and until the record of a dead process is removed.
-INTERVAL, AFTER_FAILURE, KEEPS_DEAD = 1.0, 60.0, 3600.0
+#: Seconds between two records, and after a failure.
+INTERVAL, AFTER_FAILURE = 1.0, 60.0
+#: Seconds until a record is removed that is not replaced: of a process that has ended, and of one that another namespace may still have.
+KEEPS_DEAD, KEEPS_FOREIGN = 3600.0, 7 * 86400.0
 #: The code whose errors are no errors of the step. Those of other code are of a signal handler.
 _CODE = ("spillway", "torch", "contextlib", "json", "os", "posixpath", "genericpath", "weakref")
 _OFF = ("0", "no", "off", "false")
@@ -43,16 +45,18 @@ class Figures:
     def __init__(self, kind: str, owner: Any, describe: Callable[[Any], dict[str, Any]]):
         self.kind, self._owner, self._describe = kind, weakref.ref(owner), describe
         self.steps, self.seconds, self.last_seconds = 0, 0.0, 0.0
+        #: Of `seconds`, those in which steps waited; None: steps never do.
+        self.exposed_seconds: float | None = None
         self._publisher: Publisher | None = None
         #: What the owner has told, and until when it is not asked again.
         self._described: dict[str, Any] = {}
         self._due = 0.0
 
-    def stepped(self, begun: float) -> None:
-        """A step has ended that began at this time.perf_counter()."""
+    def stepped(self, begun: float, waited: float | None = None) -> None:
+        """A step has ended that began at this time.perf_counter(), and in which the program waited for so many seconds."""
         now = time.perf_counter()
-        self.last_seconds = now - begun
-        self.seconds += self.last_seconds
+        self.last_seconds = 0.0
+        self._add(now - begun, waited)
         self.steps += 1
         publisher = _publisher
         if self._publisher is not publisher:
@@ -62,6 +66,16 @@ class Figures:
             self._ask(now)
         if now >= publisher.due:
             publisher.publish(now)
+
+    def completed(self, begun: float, waited: float) -> None:
+        """The rest of the last step, which it had left to a later call, has ended; as `stepped`."""
+        self._add(time.perf_counter() - begun, waited)
+
+    def _add(self, seconds: float, waited: float | None) -> None:
+        self.last_seconds += seconds
+        self.seconds += seconds
+        if waited is not None:
+            self.exposed_seconds = (self.exposed_seconds or 0.0) + min(max(waited, 0.0), seconds)
 
     def _ask(self, now: float) -> None:
         self._due = now + INTERVAL
@@ -76,7 +90,8 @@ class Figures:
     def told(self) -> dict[str, Any]:
         """All figures."""
         own = {"kind": self.kind, "steps": self.steps, "seconds": self.seconds, "last_seconds": self.last_seconds}
-        return {**own, **self._described}
+        exposed = {} if self.exposed_seconds is None else {"exposed_seconds": self.exposed_seconds}
+        return {**own, **exposed, **self._described}
 
 
 class Publisher:
@@ -105,7 +120,7 @@ class Publisher:
 
     def record(self) -> dict[str, Any]:
         """What is published: the process, and the figures of each optimizer. These are `steps`, `seconds` of all of them and of the last
-        one, and where there are such: `where` its states are, `exposed_seconds`, `memory` in bytes by kind on the "host" and on the
+        one, and where there are such: `exposed_seconds`, `where` its states are, `memory` in bytes by kind on the "host" and on the
         "device", `commits` and the `committed_step`, `paths` with health, bytes and busy seconds, and the `tier`."""
         if self._process is None:
             self._process = place.this_process()
@@ -128,12 +143,14 @@ class Publisher:
         """Removes what processes have left that were killed."""
         assert self._process is not None
         with place.opened(directory) as folder:
-            dead = [own.file for own in place.processes(folder) if own.lives(self._process.namespace) is False]
-            parts = [name for name in os.listdir(folder) if name.endswith(".part")]
-            for name in dead + parts:
+            kept = {None: KEEPS_FOREIGN, False: KEEPS_DEAD}
+            lives = {own.file: own.lives(self._process.namespace) for own in place.processes(folder)}
+            left = {name: kept[living] for name, living in lives.items() if living is not True}
+            left.update((name, KEEPS_DEAD) for name in os.listdir(folder) if name.endswith(".part"))
+            for name, seconds in left.items():
                 # Others may do the same.
                 with suppress(FileNotFoundError):
-                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEEPS_DEAD:
+                    if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > seconds:
                         os.unlink(name, dir_fd=folder)
 
     def end(self) -> None:

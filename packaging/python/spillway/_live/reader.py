@@ -57,17 +57,20 @@ class Published(NamedTuple):
     directories: list[str]
 
 
+def number_of(job: str) -> int | None:
+    """The number of a process that `job` is; None: it is none."""
+    return int(job) if job.isascii() and job.isdigit() and len(job) <= 10 else None
+
+
 def find(job: str) -> list[Published]:
     """The records of a process, by its number, or of all processes with a tier in a directory; those of living ones, if there are some.
 
     Raises:
         InvalidArgumentError: It is neither a number nor a directory.
         NotFoundError: There is no record."""
-    if job.isascii() and job.isdigit() and len(job) <= 10:
-        found = [record for record in _all() if record.pid == int(job)]
-        if not found:
-            raise NotFoundError(_why_none(int(job)))
-    elif os.path.isdir(job):
+    if (number := number_of(job)) is not None:
+        return _of_number(number)
+    if os.path.isdir(job):
         found = [record for record in _all() if any(_is_within(job, place) for place in record.directories)]
         if not found:
             raise NotFoundError(
@@ -77,6 +80,21 @@ def find(job: str) -> list[Published]:
     else:
         raise InvalidArgumentError(f"{job!r} is neither the number of a process nor a directory; pass one of them")
     return [record for record in found if record.lives is not False] or found
+
+
+def _of_number(number: int) -> list[Published]:
+    """The records of a process by its number. Earlier processes may have left records under this number: while a process here has it,
+    theirs are not read; after its end, only the newest is."""
+    found = [record for record in _all() if record.pid == number]
+    if here := [record for record in found if record.lives]:
+        return here
+    elsewhere = [record for record in found if record.lives is None]
+    if place.start_of(number) is not None:
+        found = elsewhere
+    if not found:
+        raise NotFoundError(_why_none(number))
+    newest = max(found, key=lambda record: record.time)
+    return elsewhere if newest.lives is None else [newest]
 
 
 def _why_none(number: int) -> str:

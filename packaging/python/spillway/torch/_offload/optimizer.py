@@ -405,11 +405,11 @@ class Offloaded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        begun = time.perf_counter()
+        begun, waited = time.perf_counter(), self.exposed_seconds()
         with span("offload.step"):
             without_gradients(self._step)
         self._decision.waits = False
-        self._figures.stepped(begun)
+        self._figures.stepped(begun, self._waited_since(waited))
         return result
 
     def _told(self) -> dict[str, Any]:
@@ -420,7 +420,12 @@ class Offloaded(torch.optim.Optimizer):
             found = self.memory()
             self._memory_told = now, found
         where = "states in host memory" if not self.tail else f"states in host memory, {self.tail} buckets on the device"
-        return {"where": where, "exposed_seconds": self.exposed_seconds(), "memory": found._asdict()}
+        return {"where": where, "memory": found._asdict()}
+
+    def _waited_since(self, before: float) -> float:
+        """Seconds that the program has waited since exposed_seconds() was `before`. It begins anew with a new plan."""
+        now = self.exposed_seconds()
+        return now - before if now >= before else now
 
     def _step(self) -> None:
         # The processes that wait for this one's norm.
@@ -463,7 +468,10 @@ class Offloaded(torch.optim.Optimizer):
                 stepped."""
         # Several threads may run a forward at once.
         with self._settling:
+            begun, waited, is_due = time.perf_counter(), self.exposed_seconds(), self._verdict_due is not None
             self._complete()
+            if is_due:
+                self._figures.completed(begun, self._waited_since(waited))
 
     def _await(self, following: Any, reduced: Any) -> None:
         """Leaves the rest of the step to the next forward."""

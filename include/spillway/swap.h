@@ -67,6 +67,12 @@ typedef enum spw_swap_flag {
     // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     // gets a warning and the memory may come from any node.
     SPW_SWAP_FLAG_BIND_NODE = 16,
+    // Store 16 low bits of param, 2 bytes fewer per parameter. The caller has the parameters: bf16 ones hold their master
+    // together with these bits, as with `param_low` of `spw_tensor`, and f32 ones are their own master. A step writes
+    // them, with the bits of `spw_adam_step` on such tensors. `spw_swap_read`, `spw_swap_write` and `spw_swap_fill` take
+    // low bits as numbers from 0 to 65,535 in the place of param; 0 at first. A commit has no parameters: store those of
+    // its time with it. Not with SPW_SWAP_FLAG_SPLIT_MASTER.
+    SPW_SWAP_FLAG_LOW_BITS = 64,
 } spw_swap_flag;
 
 // Settings of a tiered update.
@@ -206,6 +212,10 @@ spw_status spw_swap_adam_step(spw_swap *swap,
 //
 // A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 // itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
+//
+// With SPW_SWAP_FLAG_LOW_BITS, `param_copy` is bf16 or f32 and required: the parameter itself, which the step writes.
+// Alternatively `param` names the parameter, which stays unchanged, and `param_copy` receives the new one; `low_sums` are
+// then written only. param_dtype is copy_dtype, and `low_sums` may be given for bf16. Gradients of bf16 are f32 or bf16.
 spw_status spw_swap_adam_step_parts(spw_swap *swap,
                                     const spw_adam_options *options,
                                     const spw_tensor *tensors,

@@ -311,7 +311,7 @@ pub(in crate::capi) fn bytes_of_sums(n: u64) -> u64 {
 ///
 /// # Safety
 /// The caller lends low_sums for `'a`.
-pub(super) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u64]>> {
+pub(in crate::capi) unsafe fn low_sums<'a>(raw: &spw_tensor) -> Result<Option<&'a mut [u64]>> {
     let address = raw.low_sums;
     if address.is_null() {
         return Ok(None);

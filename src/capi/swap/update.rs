@@ -10,11 +10,10 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::tier::{spw_tier, spw_tier_task};
-use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
-use crate::offload::swap::{Layout, MomentMut, SubgroupState, Swap};
+use crate::offload::swap::{Layout, SubgroupState, Swap};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
@@ -84,19 +83,27 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         if states.is_null() {
             return Err(Error::invalid("states", "is NULL"));
         }
-        let fill = |subgroup: usize, state: SubgroupState<'_>| {
-            let SubgroupState { param, exp_avg, exp_avg_sq } = state;
-            let param = MomentMut::Floats(FloatsMut::F32(param));
-            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
-                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
-                let from = unsafe { states.add(STREAMS * subgroup + stream).read() };
-                match from.is_null() {
-                    true => to.clear(),
-                    false => {
-                        // SAFETY: as above.
-                        let from = unsafe { slice::from_raw_parts(from.cast(), 4 * to.len()) };
-                        to.store(from)?;
-                    }
+        let fill = |subgroup: usize, mut state: SubgroupState<'_>| {
+            let bytes = 4 * state.exp_avg.len();
+            let of_caller = |stream: usize| {
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each NULL or of as many floats as the subgroup
+                // has elements.
+                unsafe {
+                    let from = states.add(STREAMS * subgroup + stream).read();
+                    (!from.is_null()).then(|| slice::from_raw_parts(from.cast::<u8>(), bytes))
+                }
+            };
+            match of_caller(0) {
+                Some(from) => state.store_param(from),
+                None => {
+                    state.param.fill(0.0);
+                    state.low.fill(0);
+                }
+            }
+            for (stream, to) in [(1, state.exp_avg), (2, state.exp_avg_sq)] {
+                match of_caller(stream) {
+                    Some(from) => to.store(from)?,
+                    None => to.clear(),
                 }
             }
             Ok(())
@@ -152,6 +159,10 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 ///
 /// A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 /// itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
+///
+/// With SPW_SWAP_FLAG_LOW_BITS, `param_copy` is bf16 or f32 and required: the parameter itself, which the step writes.
+/// Alternatively `param` names the parameter, which stays unchanged, and `param_copy` receives the new one; `low_sums` are
+/// then written only. param_dtype is copy_dtype, and `low_sums` may be given for bf16. Gradients of bf16 are f32 or bf16.
 ///
 /// # Safety
 /// As `spw_adam_step`; `subgroups` and `firsts` point to `count` numbers.

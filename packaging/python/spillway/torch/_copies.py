@@ -313,6 +313,14 @@ class Weights:
             memory = self._memory[number] = link_to(own).memory(own.shape, own.dtype)
         return memory
 
+    def bring(self, numbers: Sequence[int]) -> None:
+        """Gives the memory for new weights the present ones of these parameters."""
+        for number in numbers:
+            own = local(self._params[number]).detach()
+            link_to(own).out(self.of(number), own)
+        for link in {link_to(self._params[number]) for number in numbers}:
+            wait(link.fence())
+
     def expect(self, numbers: Iterable[int], pieces: Sequence[Sequence[Any]]) -> None:
         """Before a step that writes the weights of these parameters. `pieces`: those of each subgroup."""
         owners = {number: local(self._params[number]) for number in numbers}

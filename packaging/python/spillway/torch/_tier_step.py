@@ -108,6 +108,7 @@ class TierTable:
                 self.options[key] = self._on_tier.rounded(_abi.sized(_abi.AdamOptions), piece)
             weights, moment_code = self._weights(self.numbers[at]), self._on_tier.tiered.swap.moment_code
             _put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
+            self._on_tier.complete(row, piece)
         if not pieces and steps:
             # A process may hold no element of the parameters. The call has options all the same.
             self.options[self.places[0][0], steps[0], -1] = _abi.sized(_abi.AdamOptions)
@@ -122,7 +123,9 @@ class TierTable:
         params = self._on_tier.params
         copied = [number for number in self.numbers if is_copied(params[number])]
         self._on_tier.weights.expect(copied, self._on_tier.layout.of_subgroup)
-        self._on_tier.take_written()
+        if self._on_tier.low_bits:
+            self._on_tier.weights.bring(copied)
+        self._on_tier.begin_step()
         self._on_tier.tiered.changes()
         self._on_tier.tiered.swap._recorded(
             status,
@@ -188,7 +191,7 @@ def _put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor
     """Writes a piece of a parameter into a row of C: its gradient, where its weights go, the struct of its options, and the code of the
     moments' dtype."""
     _tensor_rows.begin(row, piece.count)
-    row.param_dtype, row.state_dtype = _abi.DTYPE_F32, moment_code
+    row.state_dtype = moment_code
     for field, tensor in (("grad", grad), ("param_copy", weights)):
         start = tensor.data_ptr() + piece.start * tensor.element_size()
         _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
@@ -326,6 +329,7 @@ class Beside(TierStep):
             grad, weights = self._seen[number].memory, self._on_tier.weights.of(number)
             options = self._on_tier.rounded(self._options[self._key(number)], pieces[number])
             _put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
+            self._on_tier.complete(row, pieces[number])
             firsts.append(pieces[number].first)
             held += [grad, weights, options]
         held += [rows, firsts]

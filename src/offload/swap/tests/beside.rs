@@ -43,7 +43,7 @@ impl Reference {
         use crate::kernel::Arithmetic;
         self.steps += 1;
         for (subgroup, state) in self.states.iter_mut().enumerate() {
-            with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq }| {
+            with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq, .. }| {
                 let grad = grads(subgroup, self.steps, param.len());
                 let (param, grad) = (FloatsMut::F32(param), Floats::Bf16(&grad));
                 let tensor = adam::tensor_of(param, [exp_avg, exp_avg_sq], grad, None).unwrap();

@@ -1,7 +1,7 @@
 """A process of test_tier.py that trains with its states on a tier until it is killed.
 
-Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, or "beside" for
-steps beside backward, with commits and snapshots that go on beside them."""
+Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, "split" for
+split masters, or "beside" for steps beside backward, with commits and snapshots that go on beside them."""
 
 import pathlib
 import sys
@@ -54,8 +54,9 @@ def wide_parameters():
 BF16_MOMENTS = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "rounding_seed": 5}
 #: Those of 8-bit moments.
 CODED_MOMENTS = {"moment_dtype": "int8", "rounding_seed": 5}
-#: Parameters and keywords by the kind of moments.
+#: Parameters and keywords by the kind of states.
 KINDS = {"f32": (parameters, {}), "bf16": (wide_parameters, BF16_MOMENTS), "int8": (parameters, CODED_MOMENTS)}
+KINDS |= {"split": (wide_parameters, {"master": "split"})}
 
 
 def beside(directory, interval):

@@ -47,6 +47,7 @@ fn options_of(usual: Encoding, buffers: u64) -> SwapOptions {
     SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) }
 }
 
+const LOW: Encoding = Encoding { master: Master::Low, moments: Moments::F32 };
 const BF16: Encoding = Encoding { master: Master::Full, moments: Moments::Bf16 };
 const BF16_SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::Bf16 };
 const CODES: Encoding = Encoding { master: Master::Full, moments: Moments::Codes };

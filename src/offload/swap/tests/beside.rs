@@ -68,11 +68,12 @@ fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part
         first: 0,
         grad: Floats::Bf16(lent(grads(subgroup, step, before.len()))),
         copy: split.then(|| FloatsMut::Bf16(lent(vec![bf16::ZERO; before.len()]))),
-        weights: split.then(|| &*lent(weights())),
+        weights: split.then(|| Floats::Bf16(lent(weights()))),
+        sums: None,
         rule: rule(usual.moments, step),
         number: 0,
     };
-    part.check(usual.moments).unwrap();
+    part.check(usual).unwrap();
     match (before.len(), part.grad) {
         (0, _) => Vec::new(),
         (2.., Floats::Bf16(grad)) if !split && usual.moments != Moments::F32 => {

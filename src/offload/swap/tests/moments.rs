@@ -47,12 +47,16 @@ fn a_run_with_narrow_moments_has_the_bits_of_a_run_in_memory() {
 }
 
 #[test]
-fn a_tier_with_moments_of_another_type_is_refused_with_both_names_and_left_as_it_was() {
+fn a_tier_with_states_of_another_type_is_refused_with_names_and_left_as_it_was() {
     for (usual, other, names) in [
         (BF16, Encoding::FULL, ["ask for f32", "stored with bf16"]),
         (Encoding::SPLIT, BF16, ["ask for bf16", "stored with f32"]),
         (CODES, BF16, ["ask for bf16", "stored with 8-bit"]),
         (BF16, CODES_SPLIT, ["ask for 8-bit", "stored with bf16"]),
+        (LOW, Encoding::FULL, ["stored with low bits of master", "open it with low bits of master"]),
+        (LOW, Encoding::SPLIT, ["subgroup 0 is stored with", "low bits of master"]),
+        (Encoding::FULL, LOW, ["stored with full master", "open it with full master"]),
+        (Encoding::SPLIT, LOW, ["stored with split master", "open it with split master"]),
     ] {
         let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
         let open = |usual| Swap::open(Arc::clone(&tier), &options_of(usual, 4));
@@ -195,6 +199,6 @@ fn parts_of_codes_begin_with_a_block() {
     for first in [1, 16, 33] {
         let error = part(first, 5).check(CODES).unwrap_err().to_string();
         assert!(error.contains("multiple of 32"), "{error}");
-        part(first, 5).check(Moments::Bf16).unwrap();
+        part(first, 5).check(BF16).unwrap();
     }
 }

@@ -685,12 +685,7 @@ def state_bytes(*, split_master: bool = False, low_bits: bool = False, moment_dt
 
 
 def working_bytes(
-    elements: Sequence[int],
-    paths: int,
-    *,
-    split_master: bool = False,
-    low_bits: bool = False,
-    moment_dtype: MomentDtype = "f32",
+    elements: Sequence[int], paths: int, *, split_master: bool = False, low_bits: bool = False, moment_dtype: MomentDtype = "f32"
 ) -> int:
     """Returns the least host memory, in bytes, with which every path can read and write at once.
 

@@ -72,7 +72,7 @@ pub extern "C" fn spw_swap_open(
 }
 
 /// Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
-/// exp_avg_sq. The call copies from them; NULL means zeros.
+/// exp_avg_sq. The call copies from them; NULL means zeros. With SPW_SWAP_FLAG_LOW_BITS param has the low bits as numbers.
 ///
 /// # Safety
 /// `states` points to `3 * subgroups` addresses. Each is NULL or points to as many floats as the subgroup has elements.
@@ -189,6 +189,7 @@ pub unsafe extern "C" fn spw_swap_adam_step_parts(
 /// Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 /// included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 /// to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
+/// With SPW_SWAP_FLAG_LOW_BITS `param_out` receives the low bits as numbers.
 ///
 /// # Safety
 /// Each output is NULL or has room for as many floats as the subgroup has elements. `weights` is NULL or has as many
@@ -214,7 +215,8 @@ pub unsafe extern "C" fn spw_swap_read(
     })
 }
 
-/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. With SPW_SWAP_FLAG_LOW_BITS param has
+/// the low bits as numbers. If param is given with
 /// SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
 /// rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
 /// the new state durable, and `spw_swap_rollback` discards it.

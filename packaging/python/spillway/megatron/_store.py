@@ -62,7 +62,8 @@ class OptimizerStateStore:
         memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
-        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` and `low_bits` are refused.
+        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` and `low_bits` are
+            refused.
         begin_from: A new store begins with the last commit of this other job, with any number of processes, and not with the masters. Pass
             the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All processes read the
             directories of all its ranks. Both jobs must have the same names of parameters, so the same tensor, pipeline and expert

@@ -4,10 +4,10 @@ A step writes the parameters, and has the bits of split masters in memory. float
 zero.
 
 Invariants:
-- A commit has the parameters of its states: they are put on the tier before it, one extent for each subgroup. A commit of the tier makes all
-  extents durable together, so that a resume, `rollback()` and `restore()` find parameters and low bits of one step.
-- Low bits count unless the program has written to their block of the parameter since the last step, as _low_bits.py has it. Pieces begin with
-  a block of their parameter, so that their blocks are those of states in memory."""
+- A commit has the parameters of its states: they are put on the tier before it, one extent for each subgroup. A commit of the tier makes
+  all extents durable together, so that a resume, `rollback()` and `restore()` find parameters and low bits of one step.
+- Low bits count unless the program has written to their block of the parameter since the last step, as _low_bits.py has it. Pieces begin
+  with a block of their parameter, so that their blocks are those of states in memory."""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ class TierStates:
         """What a process of the other run held."""
         if self.low_bits or masters_of(record.facts) != self.masters:
             raise UnsupportedError(
-                f"begin_from: the other job has {masters_of(record.facts)!r} masters, and this optimizer {self.masters!r}; begin_from takes "
-                "over 'f32' masters only. Load a state dict of that optimizer, for example by spillway.torch.dcp"
+                f"begin_from: the other job has {masters_of(record.facts)!r} masters, and this optimizer {self.masters!r}; begin_from "
+                "takes over 'f32' masters only, so load a state dict"
             )
         return holding_of(record.facts, self.names)
 

@@ -80,7 +80,7 @@ fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part
             let cut = grad.len() / 3;
             let cut = if usual.moments == Moments::Codes { cut - cut % BLOCK } else { cut };
             let (left, right) = grad.split_at(cut);
-            let other = Part { grad: Floats::Bf16(left), copy: None, ..part };
+            let other = Part { grad: Floats::Bf16(left), copy: None, sums: None, ..part };
             let first = left.len();
             vec![other, Part { first, grad: Floats::Bf16(right), copy: None, number: first as u64, ..part }]
         }

@@ -179,7 +179,7 @@ spw_status spw_swap_open(const spw_tier *tier,
                          spw_swap **swap_out);
 
 // Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
-// exp_avg_sq. The call copies from them; NULL means zeros.
+// exp_avg_sq. The call copies from them; NULL means zeros. With SPW_SWAP_FLAG_LOW_BITS param has the low bits as numbers.
 spw_status spw_swap_fill(spw_swap *swap,
                          const float *const *states);
 
@@ -226,6 +226,7 @@ spw_status spw_swap_adam_step_parts(spw_swap *swap,
 // Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 // included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 // to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
+// With SPW_SWAP_FLAG_LOW_BITS `param_out` receives the low bits as numbers.
 spw_status spw_swap_read(spw_swap *swap,
                          uint64_t subgroup,
                          const void *weights,
@@ -233,7 +234,8 @@ spw_status spw_swap_read(spw_swap *swap,
                          float *exp_avg_out,
                          float *exp_avg_sq_out);
 
-// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. With SPW_SWAP_FLAG_LOW_BITS param has
+// the low bits as numbers. If param is given with
 // SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
 // rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
 // the new state durable, and `spw_swap_rollback` discards it.
@@ -321,7 +323,8 @@ spw_status spw_swap_begin(spw_swap *swap,
 // copy that was not written yet holds what it held at the submit.
 //
 // With SPW_SWAP_FLAG_SPLIT_MASTER there is one tensor for the whole subgroup. In a speculative update `param` then names
-// the weights of the step before, which stay unchanged.
+// the weights of the step before, which stay unchanged. It does so with SPW_SWAP_FLAG_LOW_BITS too, and after a skip
+// `low_sums` hold any values.
 //
 // - SPW_ERR_NO_ROUND: no update is open.
 // - SPW_ERR_ROUND_RESOLVED: the update is skipped.

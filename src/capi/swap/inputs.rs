@@ -117,11 +117,8 @@ pub(in crate::capi) unsafe fn parts<'a>(
     count: u64,
     rule: impl Fn(usize, &spw_tensor) -> Result<PartRule>,
 ) -> Result<Parts<'a>> {
-    let (raw, subgroups, firsts) = (
-        read(layout, tensors, count)?,
-        subgroups.array(count, "subgroups")?,
-        firsts.array(count, "firsts")?,
-    );
+    let (raw, subgroups, firsts) =
+        (read(layout, tensors, count)?, subgroups.array(count, "subgroups")?, firsts.array(count, "firsts")?);
     if layout.usual().master == Master::Split {
         let reason = "the masters of this update are split; call spw_swap_adam_step";
         return Err(Error::Unsupported(reason.to_string()));
@@ -231,7 +228,9 @@ fn read(layout: &Layout, tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_
     }
     let raw = tensor::read_split(tensors, count)?;
     match raw.iter().position(|raw| raw.n > 0 && !raw.param_low.is_null()) {
-        Some(index) => Err(at(index, Error::invalid("param_low", "must be NULL: the tier stores the low bits"))),
+        Some(index) => {
+            Err(at(index, Error::invalid("param_low", "must be NULL: the tier stores the low bits")))
+        }
         None => Ok(raw),
     }
 }

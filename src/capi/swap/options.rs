@@ -131,10 +131,7 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
     };
     Ok(SwapOptions {
         subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
-        usual: Encoding {
-            master: master_of(raw.flags)?,
-            moments: moments_of(raw.flags)?,
-        },
+        usual: Encoding { master: master_of(raw.flags)?, moments: moments_of(raw.flags)? },
         memory_budget: raw.memory_budget,
         backing: Backing {
             huge: raw.flags & 1 == 0,

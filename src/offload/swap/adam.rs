@@ -229,7 +229,8 @@ fn jobs_of<'j>(
     let mut at = 0;
     for part in parts {
         let (range, cut, mut grad) = (part.range(), part.cut(), part.grad);
-        let mut copy = part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| has_low || copy.dtype() != Dtype::F32);
+        let mut copy =
+            part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| has_low || copy.dtype() != Dtype::F32);
         let mut sums = part.sums.as_deref_mut();
         let mut number = part.number;
         for elements in [cut, range.len() - cut].into_iter().filter(|elements| *elements > 0) {

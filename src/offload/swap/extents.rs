@@ -38,7 +38,8 @@ impl Extents {
     /// Finds existing extents, and defines the missing extents of the usual encoding. An error leaves the tier
     /// unchanged.
     pub(super) fn define(tier: &Tier, elements: &[u64], usual: Encoding) -> Result<Extents> {
-        let subgroups = elements.iter().map(|elements| Subgroup { elements: *elements, stored: [None; KINDS] });
+        let subgroups =
+            elements.iter().map(|elements| Subgroup { elements: *elements, stored: [None; KINDS] });
         let mut extents = Extents { usual, subgroups: subgroups.collect() };
         extents.check_moments(tier)?;
         extents.find(tier);
@@ -154,7 +155,8 @@ impl Extents {
         let others: Vec<_> = self.other_moments().map(|other| self.numbers(tier, other)).collect();
         for number in 0..self.len() {
             let newest = self.newest(tier, number)?.0;
-            let mut others: Vec<_> = others.iter().flat_map(|all| all[KINDS * number..][..KINDS].to_vec()).collect();
+            let mut others: Vec<_> =
+                others.iter().flat_map(|all| all[KINDS * number..][..KINDS].to_vec()).collect();
             for older in self.subgroups[number].stored.iter_mut().chain(&mut others) {
                 // Its number is another extent's once it is removed.
                 if let Some(extent) = older.take_if(|older| *older != newest)

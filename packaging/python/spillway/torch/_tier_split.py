@@ -96,7 +96,7 @@ class SplitStates(TierStates):
             low = low_of_numbers(numbers)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
-                    self._settle(piece, low[piece.first : piece.first + piece.count], self._sums[piece.parameter].clone())
+                    self._zero_stale(piece, low[piece.first : piece.first + piece.count], self._sums[piece.parameter].clone())
             self.tiered.write(subgroup, numbers_of_low(low))
         for number in written:
             self._sums[number].copy_(self._present(number))
@@ -108,7 +108,7 @@ class SplitStates(TierStates):
     def settled(self, number: int, value: torch.Tensor) -> torch.Tensor:
         """Low bits that were read, with zeros where they count no more."""
         for piece in self.layout.of_parameter[number]:
-            self._settle(piece, value.view(-1)[piece.start : piece.start + piece.count], self._sums[number].clone())
+            self._zero_stale(piece, value.view(-1)[piece.start : piece.start + piece.count], self._sums[number].clone())
         return value
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class SplitStates(TierStates):
         """The sums of the blocks of a parameter as it is now."""
         sums = torch.zeros_like(self._sums[number])
         for piece in self.layout.of_parameter[number]:
-            self._settle(piece, torch.empty(piece.count, dtype=torch.int16, device="cpu"), sums)
+            self._zero_stale(piece, torch.empty(piece.count, dtype=torch.int16, device="cpu"), sums)
         return sums
 
     def _stale(self, number: int) -> torch.Tensor:
@@ -144,7 +144,7 @@ class SplitStates(TierStates):
         known = self._sums[number]
         return (known != 0) & (known != self._present(number))
 
-    def _settle(self, piece: Piece, low: torch.Tensor, sums: torch.Tensor) -> None:
+    def _zero_stale(self, piece: Piece, low: torch.Tensor, sums: torch.Tensor) -> None:
         """Makes low bits of a piece zero that count no more by these sums of its parameter, which become those of now."""
         blocks = sums[piece.start // BLOCK : -(-(piece.start + piece.count) // BLOCK)]
         zero_stale([(self._values(piece), Note(blocks, {}, low, 0))])

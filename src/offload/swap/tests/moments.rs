@@ -149,7 +149,8 @@ fn random_bits_are_those_of_the_element_in_its_parameter() {
         assert!(!same_bits(&one, &other));
     }
     let grad = [bf16::ONE];
-    let part = Part { first: 0, grad: Floats::Bf16(&grad), copy: None, weights: None, sums: None, rule, number: 0 };
+    let part =
+        Part { first: 0, grad: Floats::Bf16(&grad), copy: None, weights: None, sums: None, rule, number: 0 };
     part.check(BF16).unwrap();
     assert!(part.check(Encoding::FULL).unwrap_err().to_string().contains("stochastic rounding"));
 }

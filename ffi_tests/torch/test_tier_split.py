@@ -5,14 +5,17 @@ import random
 
 import pytest
 import torch
+from offload_runs import Later, dtype_of, training
+from offload_runs import same as equal
 from sampled import SEED, few
+from test_tier_overlap import tiered
 from tier_runs import same, same_states, tier, train, values
-from tier_worker import BF16_MOMENTS, CODED_MOMENTS, options, parameters, random_grads, wide_parameters
+from tier_worker import BF16_MOMENTS, CODED_MOMENTS, parameters, random_grads, wide_parameters
 
 import spillway
 from spillway import torch as own
 from spillway.errors import InvalidArgumentError, UnsupportedError
-from spillway.torch import dcp
+from spillway.torch import _copies, dcp
 
 assert tier
 #: Keywords by the kind of moments.
@@ -27,9 +30,9 @@ def made(keywords, **further):
     return params, own.AdamW(params, lr=1e-2, weight_decay=0.1, master="split", **keywords, **further)
 
 
-def assert_same(memory, tiered):
+def assert_same(memory, stored):
     """Equal parameters, masters and states. In memory, a parameter has states from its first step on."""
-    (params, one), (others, other) = memory, tiered
+    (params, one), (others, other) = memory, stored
     assert same(params, others)
     expected, found = values(one), values(other)
     same_states({number: found[number] for number in expected}, expected)
@@ -73,23 +76,23 @@ def test_a_resume_has_parameters_and_masters_of_the_commit(kind, wait, tier):
 
 
 def test_a_rollback_and_a_restore_return_parameters_and_masters(tier, tmp_path):
-    memory, tiered = made({}), made({}, tier=tier)
-    for params, optimizer in (memory, tiered):
+    memory, stored = made({}), made({}, tier=tier)
+    for params, optimizer in (memory, stored):
         train(optimizer, params, range(2))
-    tiered[1].commit()
-    tiered[1].snapshot(tmp_path / "snapshot").wait()
-    train(tiered[1], tiered[0], range(2, 4))
-    tiered[0][SPLIT].data.fill_(7.0)
-    tiered[1].rollback()
-    assert_same(memory, tiered)
-    train(tiered[1], tiered[0], range(2, 4))
-    tiered[1].commit()
-    assert tiered[1].restore(tmp_path / "snapshot") == 2
-    assert_same(memory, tiered)
-    for params, optimizer in (memory, tiered):
+    stored[1].commit()
+    stored[1].snapshot(tmp_path / "snapshot").wait()
+    train(stored[1], stored[0], range(2, 4))
+    stored[0][SPLIT].data.fill_(7.0)
+    stored[1].rollback()
+    assert_same(memory, stored)
+    train(stored[1], stored[0], range(2, 4))
+    stored[1].commit()
+    assert stored[1].restore(tmp_path / "snapshot") == 2
+    assert_same(memory, stored)
+    for params, optimizer in (memory, stored):
         train(optimizer, params, range(2, 4))
-    assert_same(memory, tiered)
-    tiered[1].close()
+    assert_same(memory, stored)
+    stored[1].close()
 
 
 def write_data(param):
@@ -307,17 +310,17 @@ def program(generator):
 
 def run(calls, keywords, where):
     """Does the calls with states in memory and on a tier; a commit in memory is a copy."""
-    memory, tiered = made(keywords), made(keywords, tier=where)
+    memory, stored = made(keywords), made(keywords, tier=where)
     kept = None
     for call, *arguments in calls:
         if call == "step":
-            for params, optimizer in (memory, tiered):
+            for params, optimizer in (memory, stored):
                 random_grads(params, arguments[0])
                 if arguments[1] is not None:
                     params[arguments[1]].grad = None
                 optimizer.step()
         elif call.startswith("write"):
-            for params, optimizer in (memory, tiered):
+            for params, optimizer in (memory, stored):
                 value = params[SPLIT].detach().clone()
                 params[SPLIT].data[arguments[0] : arguments[0] + arguments[1]] = 0.75
                 if call != "write":
@@ -326,24 +329,24 @@ def run(calls, keywords, where):
         elif call == "load":
             # Codes would be rounded again.
             if not keywords.get("moment_dtype") == "int8":
-                for _, optimizer in (memory, tiered):
+                for _, optimizer in (memory, stored):
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         elif call.startswith("commit"):
-            tiered[1].commit(wait=call == "commit")
+            stored[1].commit(wait=call == "commit")
             kept = copy.deepcopy((memory[1].state_dict(), [param.detach() for param in memory[0]]))
         elif kept is not None and call in ("rollback", "resume"):
             if call == "rollback":
-                tiered[1].rollback()
+                stored[1].rollback()
             else:
-                tiered[1]._home.tiered.finish()
-                tiered[1].close()
-                tiered = made(keywords, tier=where)
+                stored[1]._home.tiered.finish()
+                stored[1].close()
+                stored = made(keywords, tier=where)
             memory[1].load_state_dict(copy.deepcopy(kept[0]))
             for param, weight in zip(memory[0], kept[1]):
                 param.data.copy_(weight)
         if call != "write":
-            assert_same(memory, tiered)
-    tiered[1].close()
+            assert_same(memory, stored)
+    stored[1].close()
 
 
 @pytest.mark.parametrize("case", range(few(8, 80)))
@@ -357,4 +360,14 @@ def test_random_trainings_have_the_bits_of_states_in_memory(case, tier):
         raise
 
 
-assert options
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("case", range(few(6, 60)))
+def test_random_models_have_the_bits_of_states_in_memory(case, apart, monkeypatch):
+    """With writes, loads, clipping and skipped steps; also with parameters in the place of a device, whose copies end late."""
+    seed = next(seed for seed in range(SEED + 7 * case, SEED + 7 * case + 100) if dtype_of(seed) is torch.bfloat16)
+    waits = training(seed, lambda params, model, **given: own.AdamW(params, master="split", **given))
+    link = Later()
+    if apart:
+        monkeypatch.setattr(_copies, "link_to", lambda param: link)
+    equal(training(seed, tiered(seed, master="split")), waits)
+    link.end()

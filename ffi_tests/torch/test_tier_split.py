@@ -8,7 +8,7 @@ import torch
 from offload_runs import Later, dtype_of, training
 from offload_runs import same as equal
 from sampled import SEED, few
-from test_tier_overlap import tiered
+from test_tier_overlap import Counted, tiered
 from tier_runs import same, same_states, tier, train, values
 from tier_worker import BF16_MOMENTS, CODED_MOMENTS, parameters, random_grads, wide_parameters
 
@@ -247,8 +247,6 @@ def test_what_is_not_supported_is_refused_and_changes_nothing(tier):
 
     with pytest.raises(UnsupportedError, match='float16, and master="split" is for torch.bfloat16'):
         opened(parameters())
-    with pytest.raises(UnsupportedError, match='overlap cannot be combined with tier and master="split"'):
-        opened(wide_parameters(), overlap=True)
     with pytest.raises(UnsupportedError, match="undo cannot be combined with tier"):
         opened(wide_parameters(), undo=True)
     params = wide_parameters()
@@ -360,14 +358,36 @@ def test_random_trainings_have_the_bits_of_states_in_memory(case, tier):
         raise
 
 
+def test_steps_beside_backward_see_writes_that_are_taken_back(tier, monkeypatch):
+    """A parameter that is written before backward, and restored before the step, in memory that torch does not watch. Other steps begin
+    during backward."""
+    counted = Counted(monkeypatch)
+    both = made({}), made({}, tier=tier, overlap=True)
+    for step in range(8):
+        for params, optimizer in both:
+            before = params[SPLIT].detach().clone()
+            if step == 4:
+                params[SPLIT].data.mul_(2)
+            optimizer.zero_grad()
+            wanted = [torch.sin(step + torch.arange(float(param.numel()))).reshape(param.shape).to(param.dtype) for param in params]
+            sum((param * grad).sum().float() for param, grad in zip(params, wanted)).backward()
+            if step == 4:
+                params[SPLIT].data.copy_(before)
+            optimizer.step()
+        assert_same(*both)
+    assert counted.during[4] > 0
+    both[1][1].close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", range(few(6, 60)))
-def test_random_models_have_the_bits_of_states_in_memory(case, apart, monkeypatch):
+def test_random_models_have_the_bits_of_states_in_memory(case, apart, overlap, monkeypatch):
     """With writes, loads, clipping and skipped steps; also with parameters in the place of a device, whose copies end late."""
     seed = next(seed for seed in range(SEED + 7 * case, SEED + 7 * case + 100) if dtype_of(seed) is torch.bfloat16)
     waits = training(seed, lambda params, model, **given: own.AdamW(params, master="split", **given))
     link = Later()
     if apart:
         monkeypatch.setattr(_copies, "link_to", lambda param: link)
-    equal(training(seed, tiered(seed, master="split")), waits)
+    equal(training(seed, tiered(seed, master="split", overlap=overlap)), waits)
     link.end()

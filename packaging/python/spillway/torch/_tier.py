@@ -75,7 +75,7 @@ class TierHome(Home):
         overlap: bool,
     ):
         super().__init__(name, rule, precision)
-        _check_keywords(name, rule, precision, undo, overlap, groups)
+        _check_keywords(name, rule, undo, groups)
         self._lock = threading.RLock()
         where = TierOptions.of(given)
         self._asked = {
@@ -340,7 +340,7 @@ def _remove(hooks: list[Any]) -> None:
         hooks.pop().remove()
 
 
-def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, overlap: bool, groups: list[dict[str, Any]]) -> None:
+def _check_keywords(name: str, rule: Rule, undo: bool, groups: list[dict[str, Any]]) -> None:
     refused = {"undo": undo}
     for group in groups:
         refused.update({flag: True for flag in TORCHS if group.get(flag)})
@@ -349,10 +349,6 @@ def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, ove
     for keyword, given in refused.items():
         if given:
             _refuse_with_tier(name, keyword)
-    if overlap and precision.master == "split":
-        raise UnsupportedError(
-            f'{name}: overlap cannot be combined with tier and master="split", whose step writes the parameters; leave out one of them'
-        )
 
 
 def _refuse_with_tier(name: str, keyword: str) -> None:

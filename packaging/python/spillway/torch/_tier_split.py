@@ -19,6 +19,7 @@ import torch
 from .._written import facts
 from ..errors import UnsupportedError
 from ..tiered import Record
+from ._copies import Weights
 from ._layout import Piece, views
 from ._low_bits import BLOCK, Note, pointer_to, zero_stale
 from ._states import LOW, MASTER, join, low_of
@@ -40,6 +41,9 @@ class SplitStates(TierStates):
         #: The sums of the blocks of each bf16 parameter, since the last step; 0: the low bits of the block count.
         self._sums = [torch.zeros(-(-local(param).numel() // BLOCK), dtype=torch.int64, device="cpu") for param in params]
         super().__init__(name, groups, *further)
+        #: The parameters that a step beside backward reads, copies of them, and the sums that it stores.
+        self._lent = dict[int, torch.Tensor]()
+        self._copies, self._next = Weights(self.params), dict[int, torch.Tensor]()
 
     @property
     def _alignment(self) -> int:
@@ -157,6 +161,36 @@ class SplitStates(TierStates):
         if self._is_split(piece.parameter):
             row.low_sums = pointer_to(self._sums[piece.parameter][piece.start // BLOCK :])
 
+    def complete_apart(self, row: Any, piece: Piece) -> list[torch.Tensor]:
+        """A row has a copy of the parameter, and memory for the next one and for its sums."""
+        number, copy = piece.parameter, self._lent[piece.parameter]
+        row.param_dtype, row.param = row.copy_dtype, copy.data_ptr() + piece.start * copy.element_size()
+        if not self._is_split(number):
+            return [copy]
+        if number not in self._next:
+            self._next[number] = torch.zeros_like(self._sums[number])
+        row.low_sums = pointer_to(self._next[number][piece.start // BLOCK :])
+        return [copy, self._next[number]]
+
+    def lend(self, numbers: Iterable[int], wait: bool = False) -> None:
+        """Copies parameters, which the program may write to before the step."""
+        new = [number for number in numbers if number not in self._lent]
+        self._lent.update(zip(new, self._copies.bring(new, wait)))
+
+    def stands(self) -> bool:
+        """True if the parameters are as they were when they were lent."""
+        self.gradients.wait()
+        return all(torch.equal(_bits(copy), _bits(local(self.params[number]).detach().cpu())) for number, copy in self._lent.items())
+
+    def take_back(self) -> None:
+        """Nothing is lent."""
+        self._lent.clear()
+
+    def stepped_apart(self, numbers: Iterable[int]) -> None:
+        """The sums of a step that is final are those of now."""
+        for number in filter(self._is_split, numbers):
+            self._sums[number].copy_(self._next[number])
+
     def begin_commit(self) -> None:
         """Before a commit: puts the parameters on the tier that belong to the low bits."""
         self.take_written()
@@ -230,6 +264,11 @@ class SplitStates(TierStates):
         if LOW in state and state[LOW].dtype is torch.int16:
             return numbers_of_low(flat(LOW))
         return numbers_of_low(low_of(flat(MASTER))) if MASTER in state else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor: a zero has two values that compare equal, and a NaN equals nothing."""
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def low_of_numbers(numbers: torch.Tensor) -> torch.Tensor:

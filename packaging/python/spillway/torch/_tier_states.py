@@ -505,6 +505,26 @@ class TierStates:
         """Writes into a row of C what else a step of the piece needs."""
         row.param_dtype = _abi.DTYPE_F32
 
+    # A step beside backward, which may be taken back.
+
+    def complete_apart(self, row: Any, piece: Piece) -> list[torch.Tensor]:
+        """As complete(), for such a step. Returns what the row names."""
+        self.complete(row, piece)
+        return []
+
+    def lend(self, numbers: Iterable[int], wait: bool = False) -> None:
+        """Starts to copy what such a step reads of these parameters. `wait`: ends it."""
+
+    def stands(self) -> bool:
+        """True if what was lent is what the parameters are now."""
+        return True
+
+    def take_back(self) -> None:
+        """Nothing is lent."""
+
+    def stepped_apart(self, numbers: Iterable[int]) -> None:
+        """Such a step of these parameters is final."""
+
     def facts(self, states: Any) -> dict[str, Any]:
         """The facts that a commit stores beside the present states. Raises as check_parameters(), because no optimizer could resume."""
         self.check_parameters()

@@ -158,8 +158,9 @@ static void wrong_uses_are_refused(spw_tier *tier) {
     static const char *const words[] = {
         "tensors[0].param_copy: must not be NULL, and copy_dtype", "tensors[0].param_copy: must not be NULL, and copy_dtype",
         "tensors[1].param_dtype: must be copy_dtype", "tensors[2].low_sums: is set, but the parameter is f32",
-        "tensors[0].param_low: must be NULL", "tensors[1].low_sums: overlaps tensors[0].low_sums"};
-    for (int wrong = 0; wrong < 6; wrong++) {
+        "tensors[0].param_low: must be NULL", "tensors[1].low_sums: overlaps tensors[0].low_sums",
+        "tensors[0].grad: is f16, but must be f32 or bf16"};
+    for (int wrong = 0; wrong < 7; wrong++) {
         spw_tensor parts[3];
         make_parts(&side, SPW_DTYPE_F32, parts, NULL);
         if (wrong == 0) parts[0].param_copy = NULL;
@@ -168,6 +169,7 @@ static void wrong_uses_are_refused(spw_tier *tier) {
         if (wrong == 3) parts[2].low_sums = side.sums;
         if (wrong == 4) parts[0].param_low = low;
         if (wrong == 5) parts[1].low_sums = side.sums + 1;
+        if (wrong == 6) parts[0].grad_dtype = SPW_DTYPE_F16;
         INVALID(step_parts(swap, &adam, parts), words[wrong]);
     }
     CHECK_OK(spw_swap_close(swap));

@@ -44,14 +44,14 @@ impl Part<'_> {
     pub fn check(&self, Encoding { master, moments }: Encoding) -> Result<()> {
         let copy = self.copy.as_ref().map(FloatsMut::dtype).filter(|dtype| *dtype != Dtype::F32);
         let (state, grad) = (moments.stepped_as(), self.grad.dtype());
-        let split = Dtypes { param: Dtype::Bf16, state, grad, copy: None };
-        let dtypes = match master {
-            Master::Low => Dtypes { param: Dtype::F32, copy: None, ..split },
-            Master::Full | Master::Split => Dtypes { param: Dtype::F32, state, grad, copy },
-        };
         // The step of a split master joins it to f32 in registers.
-        if !(master == Master::Low && copy.is_some() && supports_split(split)) {
-            dtypes.check()?;
+        let is_split = master == Master::Low && copy.is_some();
+        let dtypes = Dtypes { param: Dtype::F32, state, grad, copy: copy.filter(|_| master != Master::Low) };
+        dtypes.check()?;
+        if is_split && !supports_split(Dtypes { param: Dtype::Bf16, ..dtypes }) {
+            let reason =
+                format!("is {}, but must be f32 or bf16 for a bf16 param with low bits", grad.name());
+            return Err(Error::invalid("grad", reason));
         }
         if self.sums.is_some() && !self.number.is_multiple_of(TILE as u64) {
             let reason = format!("is {}, but must be a multiple of {TILE} with low_sums", self.number);

@@ -533,15 +533,22 @@ def _write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, 
         parts = {MASTER: on_tier.first_masters(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
         for piece in on_tier.layout.of_subgroup[subgroup]:
             state, flat = found.get(piece.parameter, {}), partial(saved.flat, piece)
-            values = {key: flat(key) for key in MOMENTS if key in state}
-            if (master := on_tier.saved_master(piece.parameter, state, flat)) is not None:
-                values[MASTER] = master
-            for key, value in values.items():
-                parts[key][piece.first : piece.first + piece.count] = value
+            for key, part in parts.items():
+                to = part[piece.first : piece.first + piece.count]
+                # No name holds a value while the next one is read.
+                if key == MASTER:
+                    _copy(to, on_tier.saved_master(piece.parameter, state, flat))
+                elif key in state:
+                    _copy(to, flat(key))
         on_tier.tiered.write(subgroup, *parts.values())
     on_tier.set_steps(states, [float(found.get(number, {}).get("step", 0)) for number in range(len(on_tier.params))])
     # A master that does not round to its parameter is replaced at the next step, as without a tier.
     on_tier.forget()
+
+
+def _copy(to: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is not None:
+        to.copy_(value)
 
 
 class _Saved:

@@ -1,7 +1,7 @@
 """A process of test_tier.py that trains with its states on a tier until it is killed.
 
 Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, "split" for
-split masters, or "beside" for steps beside backward, with commits and snapshots that go on beside them."""
+split masters. "f32 beside" and so on: steps beside backward, with commits and snapshots that go on beside them."""
 
 import pathlib
 import sys
@@ -59,10 +59,10 @@ KINDS = {"f32": (parameters, {}), "bf16": (wide_parameters, BF16_MOMENTS), "int8
 KINDS |= {"split": (wide_parameters, {"master": "split"})}
 
 
-def beside(directory, interval):
+def beside(directory, interval, made, more):
     """Each commit is waited for before the next. Every third one is followed by a snapshot, whose end may come at any time."""
-    params, snapshot = parameters(), None
-    optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(directory), overlap=True)
+    params, snapshot = made(), None
+    optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(directory), overlap=True, **more)
     for step in range(optimizer.resumed_step or 0, 10_000):
         optimizer.zero_grad()
         backward(params, step)
@@ -78,9 +78,10 @@ def beside(directory, interval):
 
 
 def main(directory, interval, moments="f32"):
-    if moments == "beside":
-        return beside(directory, int(interval))
-    made, more = KINDS[moments]
+    kind, _, way = moments.partition(" ")
+    made, more = KINDS[kind]
+    if way == "beside":
+        return beside(directory, int(interval), made, more)
     params = made()
     optimizer = own.AdamW(params, lr=1e-2, tier=options(directory), **more)
     for step in range(optimizer.resumed_step or 0, 10_000):

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from tier_runs import same, same_states, tier, train
-from tier_worker import backward, options, parameters, random_grads
+from tier_worker import KINDS, backward, options, parameters, random_grads
 
 import spillway
 from spillway import torch as own
@@ -278,11 +278,13 @@ def finished(optimizer, params, directory, states):
     return len(snapshots)
 
 
-def test_kills_among_commits_and_snapshots_beside_steps(tmp_path):
+@pytest.mark.parametrize("kind", ["f32", "split"])
+def test_kills_among_commits_and_snapshots_beside_steps(kind, tmp_path):
     """KILLS sets another number of kills."""
-    chance, complete, last = random.Random(7), 0, 0
-    whole = parameters()
-    uninterrupted = own.AdamW(whole, lr=1e-2, max_norm=50.0, master="f32")
+    complete = last = 0
+    (made, more), chance = KINDS[kind], random.Random(7)
+    whole = made()
+    uninterrupted = own.AdamW(whole, lr=1e-2, max_norm=50.0, **{"master": "f32", **more})
     states = {0: [param.detach().clone() for param in whole]}
 
     def train_to(step):
@@ -293,13 +295,17 @@ def test_kills_among_commits_and_snapshots_beside_steps(tmp_path):
             states[number + 1] = [param.detach().clone() for param in whole]
 
     for _ in range(int(os.environ.get("KILLS", 2))):
-        with subprocess.Popen([sys.executable, WORKER, tmp_path, str(chance.choice((1, 2))), "beside"], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            [sys.executable, WORKER, tmp_path, str(chance.choice((1, 2))), f"{kind} beside"], stdout=subprocess.PIPE
+        ) as process:
             for _ in range(chance.randrange(1, 12)):
                 assert process.stdout.readline().strip()
             time.sleep(chance.random() * 0.02)
             process.kill()
-        params = parameters(seed=3)
-        optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(tmp_path))
+        params = made()
+        for param in params:
+            param.data.zero_()
+        optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(tmp_path), **more)
         step = optimizer.resumed_step or 0
         assert step >= last and (not step or optimizer.payload == str(step).encode())
         train_to(step)

@@ -22,7 +22,7 @@ KINDS = pytest.mark.parametrize("kind", [NEAREST, BF16_MOMENTS], ids=["nearest",
 
 
 def in_memory(params, kind, **more):
-    return own.AdamW(params, lr=1e-2, master="f32", **kind, **more)
+    return own.AdamW(params, lr=1e-2, **{"master": "f32", **kind, **more})
 
 
 @KINDS
@@ -80,7 +80,7 @@ def test_state_dicts_load_both_ways(tier, kind):
     same_states(mine.state_dict()["state"], other.state_dict()["state"])
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("moments", ["bf16", "int8", "split"])
 def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier, moments):
     made, kind = MOMENTS[moments]
     folder, paths = str(pathlib.Path(__file__).parent), [str(path) for path in tier.paths]

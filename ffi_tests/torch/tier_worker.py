@@ -1,7 +1,7 @@
 """A process of test_tier.py that trains with its states on a tier until it is killed.
 
-Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, or "beside" for
-steps beside backward, with commits and snapshots that go on beside them."""
+Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, "split" for
+split masters. "f32 beside" and so on: steps beside backward, with commits and snapshots that go on beside them."""
 
 import pathlib
 import sys
@@ -54,14 +54,15 @@ def wide_parameters():
 BF16_MOMENTS = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "rounding_seed": 5}
 #: Those of 8-bit moments.
 CODED_MOMENTS = {"moment_dtype": "int8", "rounding_seed": 5}
-#: Parameters and keywords by the kind of moments.
+#: Parameters and keywords by the kind of states.
 KINDS = {"f32": (parameters, {}), "bf16": (wide_parameters, BF16_MOMENTS), "int8": (parameters, CODED_MOMENTS)}
+KINDS |= {"split": (wide_parameters, {"master": "split"})}
 
 
-def beside(directory, interval):
+def beside(directory, interval, made, more):
     """Each commit is waited for before the next. Every third one is followed by a snapshot, whose end may come at any time."""
-    params, snapshot = parameters(), None
-    optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(directory), overlap=True)
+    params, snapshot = made(), None
+    optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(directory), overlap=True, **more)
     for step in range(optimizer.resumed_step or 0, 10_000):
         optimizer.zero_grad()
         backward(params, step)
@@ -77,9 +78,10 @@ def beside(directory, interval):
 
 
 def main(directory, interval, moments="f32"):
-    if moments == "beside":
-        return beside(directory, int(interval))
-    made, more = KINDS[moments]
+    kind, _, way = moments.partition(" ")
+    made, more = KINDS[kind]
+    if way == "beside":
+        return beside(directory, int(interval), made, more)
     params = made()
     optimizer = own.AdamW(params, lr=1e-2, tier=options(directory), **more)
     for step in range(optimizer.resumed_step or 0, 10_000):

@@ -107,7 +107,8 @@ typedef struct spw_tensor {
     // `spw_lion_step`, `spw_low_bits_settle`, `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
     // spans. A recorded step keeps the old values in its log, up to 12 bytes per element.
     void *param_low;
-    // A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low. Shows whether other
+    // A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low, or where a tier has the
+    // low bits (SPW_SWAP_FLAG_LOW_BITS). Shows whether other
     // code has written to param since the last step: a step compares the elements with the sum that the step before
     // has stored. Where they differ, the low bits of these elements count as zero, so that param is their master. Then
     // the step stores the sum of the elements that it has written. 0 in place of a sum: no step was taken yet, and the

@@ -67,6 +67,12 @@ typedef enum spw_swap_flag {
     // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     // gets a warning and the memory may come from any node.
     SPW_SWAP_FLAG_BIND_NODE = 16,
+    // Store 16 low bits of param, 2 bytes fewer per parameter. The caller has the parameters: bf16 ones hold their master
+    // together with these bits, as with `param_low` of `spw_tensor`, and f32 ones are their own master. A step writes
+    // them, with the bits of `spw_adam_step` on such tensors. `spw_swap_read`, `spw_swap_write` and `spw_swap_fill` take
+    // low bits as numbers from 0 to 65,535 in the place of param; 0 at first. A commit has no parameters: store those of
+    // its time with it. Not with SPW_SWAP_FLAG_SPLIT_MASTER.
+    SPW_SWAP_FLAG_LOW_BITS = 64,
 } spw_swap_flag;
 
 // Settings of a tiered update.
@@ -173,7 +179,7 @@ spw_status spw_swap_open(const spw_tier *tier,
                          spw_swap **swap_out);
 
 // Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
-// exp_avg_sq. The call copies from them; NULL means zeros.
+// exp_avg_sq. The call copies from them; NULL means zeros. With SPW_SWAP_FLAG_LOW_BITS param has the low bits as numbers.
 spw_status spw_swap_fill(spw_swap *swap,
                          const float *const *states);
 
@@ -206,6 +212,10 @@ spw_status spw_swap_adam_step(spw_swap *swap,
 //
 // A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 // itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
+//
+// With SPW_SWAP_FLAG_LOW_BITS, `param_copy` is bf16 or f32 and required: the parameter itself, which the step writes.
+// Alternatively `param` names the parameter, which stays unchanged, and `param_copy` receives the new one; `low_sums` are
+// then written only. param_dtype is copy_dtype, and `low_sums` may be given for bf16. Gradients of bf16 are f32 or bf16.
 spw_status spw_swap_adam_step_parts(spw_swap *swap,
                                     const spw_adam_options *options,
                                     const spw_tensor *tensors,
@@ -216,6 +226,7 @@ spw_status spw_swap_adam_step_parts(spw_swap *swap,
 // Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 // included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 // to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
+// With SPW_SWAP_FLAG_LOW_BITS `param_out` receives the low bits as numbers.
 spw_status spw_swap_read(spw_swap *swap,
                          uint64_t subgroup,
                          const void *weights,
@@ -223,7 +234,8 @@ spw_status spw_swap_read(spw_swap *swap,
                          float *exp_avg_out,
                          float *exp_avg_sq_out);
 
-// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. With SPW_SWAP_FLAG_LOW_BITS param has
+// the low bits as numbers. If param is given with
 // SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
 // rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
 // the new state durable, and `spw_swap_rollback` discards it.
@@ -311,7 +323,8 @@ spw_status spw_swap_begin(spw_swap *swap,
 // copy that was not written yet holds what it held at the submit.
 //
 // With SPW_SWAP_FLAG_SPLIT_MASTER there is one tensor for the whole subgroup. In a speculative update `param` then names
-// the weights of the step before, which stay unchanged.
+// the weights of the step before, which stay unchanged. It does so with SPW_SWAP_FLAG_LOW_BITS too, and after a skip
+// `low_sums` hold any values.
 //
 // - SPW_ERR_NO_ROUND: no update is open.
 // - SPW_ERR_ROUND_RESOLVED: the update is skipped.

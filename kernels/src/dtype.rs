@@ -39,6 +39,11 @@ pub fn as_bf16(numbers: &mut [f32]) -> &mut [bf16] {
     <[bf16]>::mut_from_bytes(numbers.as_mut_bytes()).unwrap_or_default()
 }
 
+/// The memory of these numbers as words of 16 bits.
+pub fn as_words(numbers: &mut [f32]) -> &mut [u16] {
+    <[u16]>::mut_from_bytes(numbers.as_mut_bytes()).unwrap_or_default()
+}
+
 /// The first `bytes` bytes of this memory, which are an even number, and `numbers` bf16 numbers behind them. Panics if the
 /// memory is smaller.
 pub(crate) fn codes_in(memory: &mut [f32], bytes: usize, numbers: usize) -> (&mut [u8], &mut [bf16]) {

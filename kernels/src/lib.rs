@@ -67,7 +67,7 @@ pub use chunk::Optimizer;
 pub use chunk_loop::CHUNK;
 pub use coded::{BLOCK, Codes, Moment, Moments, bytes_together};
 pub use dispatch::Kernel;
-pub use element::{Dtypes, supported};
+pub use element::{Dtypes, supported, supports_split};
 pub use error::{Error, Result};
 pub use float_mode::IeeeMode;
 pub use lent::LentTensor;

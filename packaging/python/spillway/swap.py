@@ -52,7 +52,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 #: Why float16 weights have no bf16 moments.
 UNROUNDED = "a step with bfloat16 moments takes weights and gradients of bfloat16 or float32; use one of these, or float32 moments"
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
-_BIND_NODE, _SPLIT_MASTER = _abi.SWAP_FLAG_BIND_NODE, _abi.SWAP_FLAG_SPLIT_MASTER
+_BIND_NODE, _SPLIT_MASTER, _LOW_BITS = _abi.SWAP_FLAG_BIND_NODE, _abi.SWAP_FLAG_SPLIT_MASTER, _abi.SWAP_FLAG_LOW_BITS
 #: Of each moment_dtype: the flag of C, the code in a row of C, what names of extents have, bytes of both moments of a parameter.
 _MOMENTS = {
     "f32": (0, _abi.DTYPE_F32, "", 8),
@@ -116,7 +116,13 @@ class SwapStats(NamedTuple):
 
 
 def plan_budget(
-    elements: Sequence[int], *, host_memory: int, paths: int, split_master: bool = False, moment_dtype: MomentDtype = "f32"
+    elements: Sequence[int],
+    *,
+    host_memory: int,
+    paths: int,
+    split_master: bool = False,
+    low_bits: bool = False,
+    moment_dtype: MomentDtype = "f32",
 ) -> Budget:
     """Computes the Budget of a swapped update; allocates nothing.
 
@@ -124,7 +130,7 @@ def plan_budget(
         elements: Number of elements of each subgroup.
         host_memory: Limit of the host memory for state, in bytes.
         paths: Number of paths of the tier.
-        split_master, moment_dtype: As for Swap.
+        split_master, low_bits, moment_dtype: As for Swap.
 
     Raises:
         InvalidArgumentError: The limit is too small; the message names the least one.
@@ -132,7 +138,7 @@ def plan_budget(
     Example:
         spillway.swap.plan_budget([1 << 24] * 8, host_memory=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, host_memory, split_master, moment_dtype)
+    options = _options(elements, host_memory, split_master, low_bits, moment_dtype)
     _native.call("spw_swap_plan_budget", ctypes.byref(options), paths, ctypes.byref(budget))
     return _record(Budget, budget)
 
@@ -156,6 +162,9 @@ class Swap(_NativeHandle):
         huge_pages: Use 2 MiB pages for the buffers.
         pin_memory: Lock the buffers' pages in memory.
         split_master: Store param without its upper halves, see the module's description.
+        low_bits: Store 16 low bits of param. The caller has the parameters: bfloat16 ones hold their master together with these bits, as
+            with `param_low` of spw_tensor, and float32 ones are their own master. A step writes them. fill(), read() and write() take low
+            bits as numbers from 0 to 65,535 in the place of param. Not with split_master.
         moment_dtype: How the moments are stored: "f32", "bf16" or "int8". A tier has one type of moments: fill another job to
             change it.
         node: NUMA node of the buffers; None: any.
@@ -175,6 +184,7 @@ class Swap(_NativeHandle):
     tier: Fixed[Tier] = Fixed("The Tier.")
     elements: Fixed[tuple[int, ...]] = Fixed("Number of elements of each subgroup.")
     split_master: Fixed[bool] = Fixed("The tier stores param without its upper halves.")
+    low_bits: Fixed[bool] = Fixed("The tier stores low bits of param.")
     moment_dtype: Fixed[MomentDtype] = Fixed("How the tier stores the moments.")
     budget: Fixed[Budget] = Fixed("The Budget chosen at open.")
 
@@ -189,12 +199,13 @@ class Swap(_NativeHandle):
         huge_pages: bool = True,
         pin_memory: bool = True,
         split_master: bool = False,
+        low_bits: bool = False,
         moment_dtype: MomentDtype = "f32",
         node: int | None = None,
     ):
         paths = len(Tier._given("Swap: tier", tier).paths())
-        self.elements, self.split_master, self.moment_dtype = tuple(elements), split_master, moment_dtype
-        encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
+        self.elements, self.split_master, self.low_bits, self.moment_dtype = tuple(elements), split_master, low_bits, moment_dtype
+        encoding: dict[str, Any] = {"split_master": split_master, "low_bits": low_bits, "moment_dtype": moment_dtype}
         limit = _limit(host_memory, lambda: working_bytes(elements, paths, **encoding))
         options = _options(self.elements, limit, **encoding)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
@@ -214,6 +225,7 @@ class Swap(_NativeHandle):
 
     def _facts(self) -> dict[str, Any]:
         shape = {"subgroups": len(self), "elements": sum(self.elements), "host_bytes": self.budget.host_bytes}
+        shape |= {"low_bits": True} if self.low_bits else {}
         return {**shape, "split_master": self.split_master, "moment_dtype": self.moment_dtype, "tier": self.tier}
 
     @property
@@ -384,7 +396,7 @@ class Swap(_NativeHandle):
         for field, argument, array, write in spans:
             if array is not None or field == "grad":
                 _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
-        row.param_dtype = row.param_dtype or _abi.DTYPE_F32
+        row.param_dtype = row.copy_dtype if self.low_bits else row.param_dtype or _abi.DTYPE_F32
 
     def read(
         self,
@@ -668,19 +680,21 @@ class SwapUpdate:
             self.swap.rollback()
 
 
-def state_bytes(*, split_master: bool = False, moment_dtype: MomentDtype = "f32") -> float:
+def state_bytes(*, split_master: bool = False, low_bits: bool = False, moment_dtype: MomentDtype = "f32") -> float:
     """Bytes of a parameter's state on the tier, without the tables of split masters. The arguments are those of Swap."""
-    return 4 - 2 * split_master + _MOMENTS[moment_dtype][3]
+    return 4 - 2 * (split_master or low_bits) + _MOMENTS[moment_dtype][3]
 
 
-def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False, moment_dtype: MomentDtype = "f32") -> int:
+def working_bytes(
+    elements: Sequence[int], paths: int, *, split_master: bool = False, low_bits: bool = False, moment_dtype: MomentDtype = "f32"
+) -> int:
     """Returns the least host memory, in bytes, with which every path can read and write at once.
 
     Args:
         elements: Number of elements of each subgroup.
         paths: Number of paths of the tier.
-        split_master, moment_dtype: As for Swap."""
-    encoding: dict[str, Any] = {"split_master": split_master, "moment_dtype": moment_dtype}
+        split_master, low_bits, moment_dtype: As for Swap."""
+    encoding: dict[str, Any] = {"split_master": split_master, "low_bits": low_bits, "moment_dtype": moment_dtype}
     return plan_budget(elements, host_memory=(1 << 64) - 1, paths=paths, **encoding).working_bytes
 
 
@@ -692,11 +706,11 @@ def _limit(host_memory: int | Literal["auto"] | None, least: Callable[[], int]) 
     return limit // 2 if isinstance(host_memory, str) else limit
 
 
-def _options(elements: Sequence[int], host_memory: int, split_master: bool, moment_dtype: str) -> Any:
+def _options(elements: Sequence[int], host_memory: int, split_master: bool, low_bits: bool, moment_dtype: str) -> Any:
     if not isinstance(moment_dtype, str) or moment_dtype not in _MOMENTS:
         raise InvalidArgumentError(f'Swap: moment_dtype is {moment_dtype!r}; pass "f32", "bf16" or "int8"')
     options = _abi.sized(_abi.SwapOptions)
-    options.flags = _SPLIT_MASTER * bool(split_master) + _MOMENTS[moment_dtype][0]
+    options.flags = _SPLIT_MASTER * bool(split_master) + _LOW_BITS * bool(low_bits) + _MOMENTS[moment_dtype][0]
     options.elements, options.subgroups = _arguments.table("elements", elements, ctypes.c_uint64), len(elements)
     options.host_memory = host_memory
     return options

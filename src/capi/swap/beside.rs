@@ -64,7 +64,8 @@ pub extern "C" fn spw_swap_begin(
 /// copy that was not written yet holds what it held at the submit.
 ///
 /// With SPW_SWAP_FLAG_SPLIT_MASTER there is one tensor for the whole subgroup. In a speculative update `param` then names
-/// the weights of the step before, which stay unchanged.
+/// the weights of the step before, which stay unchanged. It does so with SPW_SWAP_FLAG_LOW_BITS too, and after a skip
+/// `low_sums` hold any values.
 ///
 /// - SPW_ERR_NO_ROUND: no update is open.
 /// - SPW_ERR_ROUND_RESOLVED: the update is skipped.

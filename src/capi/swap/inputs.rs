@@ -81,7 +81,7 @@ pub(in crate::capi) unsafe fn whole<'a>(
         let reason = format!("is {count}, but there are {} subgroups", layout.len());
         return Err(Error::invalid("count", reason));
     }
-    let raw = tensor::read_all(tensors, count)?;
+    let raw = read(layout, tensors, count)?;
     for (index, raw) in raw.iter().enumerate() {
         let elements = layout.elements(index)? as u64;
         if raw.n != elements {
@@ -117,11 +117,8 @@ pub(in crate::capi) unsafe fn parts<'a>(
     count: u64,
     rule: impl Fn(usize, &spw_tensor) -> Result<PartRule>,
 ) -> Result<Parts<'a>> {
-    let (raw, subgroups, firsts) = (
-        tensor::read_all(tensors, count)?,
-        subgroups.array(count, "subgroups")?,
-        firsts.array(count, "firsts")?,
-    );
+    let (raw, subgroups, firsts) =
+        (read(layout, tensors, count)?, subgroups.array(count, "subgroups")?, firsts.array(count, "firsts")?);
     if layout.usual().master == Master::Split {
         let reason = "the masters of this update are split; call spw_swap_adam_step";
         return Err(Error::Unsupported(reason.to_string()));
@@ -148,7 +145,7 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
     rules: &Rules,
     speculative: bool,
 ) -> Result<Vec<Part<'a>>> {
-    let (raw, elements) = (tensor::read_all(tensors, count)?, layout.elements(subgroup)? as u64);
+    let (raw, elements) = (read(layout, tensors, count)?, layout.elements(subgroup)? as u64);
     let split = layout.usual().master == Master::Split;
     let needs_whole = if split { elements > 0 } else { firsts.is_null() && !raw.is_empty() };
     let firsts =
@@ -158,7 +155,8 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
         return Err(Error::invalid("count", format!("must be 1, for a tensor of all elements: {why}")));
     }
     check(&raw, layout.usual())?;
-    if split && speculative && raw.iter().any(|raw| raw.n > 0 && raw.param.is_null()) {
+    let keeps = layout.usual().master != Master::Full && speculative;
+    if keeps && raw.iter().any(|raw| raw.n > 0 && raw.param.is_null()) {
         let reason =
             "must name the weights of the step before, apart from param_copy: the update is speculative";
         return Err(at(0, Error::invalid("param", reason)));
@@ -223,8 +221,22 @@ fn place(layout: &Layout, index: usize, n: u64, subgroup: u64, first: u64) -> Re
     }
 }
 
-/// Rejects tensors that are no parts, before any is converted. With a split master a tensor names the weights of the step
-/// before.
+/// Copies the tensors of a call. Rejects param_low, and low_sums without low bits on the tier.
+fn read(layout: &Layout, tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
+    if layout.usual().master != Master::Low {
+        return tensor::read_all(tensors, count);
+    }
+    let raw = tensor::read_split(tensors, count)?;
+    match raw.iter().position(|raw| raw.n > 0 && !raw.param_low.is_null()) {
+        Some(index) => {
+            Err(at(index, Error::invalid("param_low", "must be NULL: the tier stores the low bits")))
+        }
+        None => Ok(raw),
+    }
+}
+
+/// Rejects tensors that are no parts, before any is converted. With a split master, and with low bits, a tensor names the
+/// weights of the step before.
 fn check(raw: &[spw_tensor], usual: Encoding) -> Result<()> {
     for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
         check_fields(raw, usual).map_err(|error| at(index, error))?;
@@ -238,8 +250,11 @@ fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
     let [f32, bf16, codes] =
         [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16, spw_dtype::SPW_DTYPE_CODES]
             .map(|dtype| dtype as u32);
-    let weights = split && raw.param_dtype == bf16;
-    if raw.param_dtype != f32 && !weights {
+    let low = usual.master == Master::Low;
+    let weights = low || split && raw.param_dtype == bf16;
+    if low {
+        check_outer(raw, [f32, bf16])?;
+    } else if raw.param_dtype != f32 && !weights {
         return Err(Error::invalid("param_dtype", "must be SPW_DTYPE_F32"));
     }
     let (moments, name) = match usual.moments {
@@ -266,6 +281,21 @@ fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
     tensor::check_copy(raw)
 }
 
+/// Checks a tensor whose parameter the caller has, beside low bits.
+fn check_outer(raw: &spw_tensor, [f32, bf16]: [u32; 2]) -> Result<()> {
+    if raw.param_copy.is_null() || ![f32, bf16].contains(&raw.copy_dtype) {
+        let reason = "must not be NULL, and copy_dtype must be SPW_DTYPE_BF16 or SPW_DTYPE_F32: the tier stores low bits";
+        return Err(Error::invalid("param_copy", reason));
+    }
+    if raw.param_dtype != raw.copy_dtype {
+        return Err(Error::invalid("param_dtype", "must be copy_dtype: the tier stores low bits"));
+    }
+    if raw.copy_dtype == f32 && !raw.low_sums.is_null() {
+        return Err(Error::invalid("low_sums", "is set, but the parameter is f32, which has no low bits"));
+    }
+    Ok(())
+}
+
 /// A tensor as a part.
 ///
 /// # Safety
@@ -286,13 +316,27 @@ unsafe fn part_of<'a>(
             first,
             grad: tensor::span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?,
             copy: tensor::optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?,
-            weights: weights_of(raw.param, raw.n, "param")?,
+            weights: outer_weights(raw)?,
+            sums: tensor::low_sums(raw)?,
             rule,
             number,
         }
     };
-    part.check(usual.moments)?;
+    part.check(usual)?;
     Ok(part)
+}
+
+/// The weights that a tensor names; `None` for NULL.
+///
+/// # Safety
+/// As [`part_of`].
+unsafe fn outer_weights<'a>(raw: &spw_tensor) -> Result<Option<Floats<'a>>> {
+    let dtype = parse_dtype(raw.param_dtype, "param_dtype")?;
+    match raw.param.is_null() {
+        true => Ok(None),
+        // SAFETY: the caller meets the callee's requirements.
+        false => unsafe { tensor::span(raw.param, dtype, raw.n, "param") }.map(Some),
+    }
 }
 
 /// The caller's bf16 weights; `None` for NULL.

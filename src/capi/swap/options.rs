@@ -33,6 +33,12 @@ pub enum spw_swap_flag {
     /// Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     /// gets a warning and the memory may come from any node.
     SPW_SWAP_FLAG_BIND_NODE = 16,
+    /// Store 16 low bits of param, 2 bytes fewer per parameter. The caller has the parameters: bf16 ones hold their master
+    /// together with these bits, as with `param_low` of `spw_tensor`, and f32 ones are their own master. A step writes
+    /// them, with the bits of `spw_adam_step` on such tensors. `spw_swap_read`, `spw_swap_write` and `spw_swap_fill` take
+    /// low bits as numbers from 0 to 65,535 in the place of param; 0 at first. A commit has no parameters: store those of
+    /// its time with it. Not with SPW_SWAP_FLAG_SPLIT_MASTER.
+    SPW_SWAP_FLAG_LOW_BITS = 64,
 }
 
 c_struct! { first 56;
@@ -113,7 +119,7 @@ const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
     let raw = options.read("options")?;
-    abi_struct::flags("options.flags", raw.flags, 63)?;
+    abi_struct::flags("options.flags", raw.flags, 127)?;
     abi_struct::zero("options.reserved", raw.reserved)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
@@ -125,10 +131,7 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
     };
     Ok(SwapOptions {
         subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
-        usual: Encoding {
-            master: if raw.flags & 4 == 0 { Master::Full } else { Master::Split },
-            moments: moments_of(raw.flags)?,
-        },
+        usual: Encoding { master: master_of(raw.flags)?, moments: moments_of(raw.flags)? },
         host_memory: raw.host_memory,
         backing: Backing {
             huge: raw.flags & 1 == 0,
@@ -138,6 +141,18 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
         ratio: of_paths(raw.ratio, "options.ratio")?,
         speeds: of_paths(raw.speeds, "options.speeds")?.unwrap_or_default(),
     })
+}
+
+fn master_of(flags: u32) -> Result<Master> {
+    match (flags & 4 != 0, flags & 64 != 0) {
+        (false, false) => Ok(Master::Full),
+        (true, false) => Ok(Master::Split),
+        (false, true) => Ok(Master::Low),
+        (true, true) => {
+            let reason = "has SPW_SWAP_FLAG_SPLIT_MASTER and SPW_SWAP_FLAG_LOW_BITS; set one of them";
+            Err(Error::invalid("options.flags", reason))
+        }
+    }
 }
 
 fn moments_of(flags: u32) -> Result<Moments> {

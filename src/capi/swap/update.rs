@@ -10,11 +10,10 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::tier::{spw_tier, spw_tier_task};
-use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
-use crate::offload::swap::{Layout, MomentMut, SubgroupState, Swap};
+use crate::offload::swap::{Layout, SubgroupState, Swap};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
@@ -73,7 +72,7 @@ pub extern "C" fn spw_swap_open(
 }
 
 /// Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
-/// exp_avg_sq. The call copies from them; NULL means zeros.
+/// exp_avg_sq. The call copies from them; NULL means zeros. With SPW_SWAP_FLAG_LOW_BITS param has the low bits as numbers.
 ///
 /// # Safety
 /// `states` points to `3 * subgroups` addresses. Each is NULL or points to as many floats as the subgroup has elements.
@@ -84,19 +83,27 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         if states.is_null() {
             return Err(Error::invalid("states", "is NULL"));
         }
-        let fill = |subgroup: usize, state: SubgroupState<'_>| {
-            let SubgroupState { param, exp_avg, exp_avg_sq } = state;
-            let param = MomentMut::Floats(FloatsMut::F32(param));
-            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
-                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
-                let from = unsafe { states.add(STREAMS * subgroup + stream).read() };
-                match from.is_null() {
-                    true => to.clear(),
-                    false => {
-                        // SAFETY: as above.
-                        let from = unsafe { slice::from_raw_parts(from.cast(), 4 * to.len()) };
-                        to.store(from)?;
-                    }
+        let fill = |subgroup: usize, mut state: SubgroupState<'_>| {
+            let bytes = 4 * state.exp_avg.len();
+            let of_caller = |stream: usize| {
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each NULL or of as many floats as the subgroup
+                // has elements.
+                unsafe {
+                    let from = states.add(STREAMS * subgroup + stream).read();
+                    (!from.is_null()).then(|| slice::from_raw_parts(from.cast::<u8>(), bytes))
+                }
+            };
+            match of_caller(0) {
+                Some(from) => state.store_param(from),
+                None => {
+                    state.param.fill(0.0);
+                    state.low.fill(0);
+                }
+            }
+            for (stream, to) in [(1, state.exp_avg), (2, state.exp_avg_sq)] {
+                match of_caller(stream) {
+                    Some(from) => to.store(from)?,
+                    None => to.clear(),
                 }
             }
             Ok(())
@@ -153,6 +160,10 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 /// A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 /// itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
 ///
+/// With SPW_SWAP_FLAG_LOW_BITS, `param_copy` is bf16 or f32 and required: the parameter itself, which the step writes.
+/// Alternatively `param` names the parameter, which stays unchanged, and `param_copy` receives the new one; `low_sums` are
+/// then written only. param_dtype is copy_dtype, and `low_sums` may be given for bf16. Gradients of bf16 are f32 or bf16.
+///
 /// # Safety
 /// As `spw_adam_step`; `subgroups` and `firsts` point to `count` numbers.
 #[unsafe(no_mangle)]
@@ -178,6 +189,7 @@ pub unsafe extern "C" fn spw_swap_adam_step_parts(
 /// Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 /// included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 /// to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
+/// With SPW_SWAP_FLAG_LOW_BITS `param_out` receives the low bits as numbers.
 ///
 /// # Safety
 /// Each output is NULL or has room for as many floats as the subgroup has elements. `weights` is NULL or has as many
@@ -203,7 +215,8 @@ pub unsafe extern "C" fn spw_swap_read(
     })
 }
 
-/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. With SPW_SWAP_FLAG_LOW_BITS param has
+/// the low bits as numbers. If param is given with
 /// SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
 /// rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
 /// the new state durable, and `spw_swap_rollback` discards it.

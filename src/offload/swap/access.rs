@@ -80,7 +80,7 @@ impl Swap {
         let mut buffers = self.slots.buffers(slot, master, elements);
         // A split param is read as it is stored: low halves and table.
         let is_wanted = |stream: usize| match (master, stream) {
-            (Master::Full, stream) => wanted[stream],
+            (Master::Full | Master::Low, stream) => wanted[stream],
             (Master::Split, 0 | 1) => wanted[stream + 1],
             (Master::Split, _) => wanted[0] && elements > 0,
         };

@@ -7,12 +7,13 @@
 
 use std::ops::Range;
 
-use super::encoding::Moments;
+use super::encoding::{Encoding, Master, Moments};
 use super::moment::{MomentMut, Rest};
 use super::{SubgroupState, Swap, Update};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::{Error, Result};
-use crate::kernel::{AdamRule, Arithmetic, BLOCK, CHUNK, Dtypes, States, Tensor};
+use crate::kernel::squares::TILE;
+use crate::kernel::{AdamRule, Arithmetic, BLOCK, CHUNK, Dtypes, States, Tensor, supports_split};
 use crate::optim::parallel::{self, Job};
 use crate::optim::{self, StepStats};
 use crate::sys::try_vec;
@@ -24,10 +25,13 @@ pub struct Part<'a> {
     pub first: usize,
     /// The gradient.
     pub grad: Floats<'a>,
-    /// Receives the new param, in this type.
+    /// Receives the new param, in this type. With low bits: the new parameter, of the caller's type.
     pub copy: Option<FloatsMut<'a>>,
-    /// The 16-bit weights that the step before published. `None`: `copy` holds them.
-    pub weights: Option<&'a [bf16]>,
+    /// The weights that the step before published. `None`: `copy` holds them.
+    pub weights: Option<Floats<'a>>,
+    /// With low bits: the sums of the parameter's tiles, as `Tensor::with_low_sums` has them. With `weights` they are only
+    /// written.
+    pub sums: Option<&'a mut [u64]>,
     /// Coefficients.
     pub rule: AdamRule,
     /// Number of the first element in its parameter. Stochastic rounding depends on it.
@@ -35,11 +39,24 @@ pub struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Errors: no kernel exists for the types, with these moments; 8-bit moments of the part begin within a block.
-    pub fn check(&self, moments: Moments) -> Result<()> {
+    /// Errors: no kernel exists for the types, with states in this encoding; 8-bit moments of the part begin within a
+    /// block; tiles of the part are not those of its parameter.
+    pub fn check(&self, Encoding { master, moments }: Encoding) -> Result<()> {
         let copy = self.copy.as_ref().map(FloatsMut::dtype).filter(|dtype| *dtype != Dtype::F32);
-        let dtypes = Dtypes { param: Dtype::F32, state: moments.stepped_as(), grad: self.grad.dtype(), copy };
+        let (state, grad) = (moments.stepped_as(), self.grad.dtype());
+        // The step of a split master joins it to f32 in registers.
+        let is_split = master == Master::Low && copy.is_some();
+        let dtypes = Dtypes { param: Dtype::F32, state, grad, copy: copy.filter(|_| master != Master::Low) };
         dtypes.check()?;
+        if is_split && !supports_split(Dtypes { param: Dtype::Bf16, ..dtypes }) {
+            let reason =
+                format!("is {}, but must be f32 or bf16 for a bf16 param with low bits", grad.name());
+            return Err(Error::invalid("grad", reason));
+        }
+        if self.sums.is_some() && !self.number.is_multiple_of(TILE as u64) {
+            let reason = format!("is {}, but must be a multiple of {TILE} with low_sums", self.number);
+            return Err(Error::invalid("options.rounding_first", reason));
+        }
         if moments != Moments::Codes {
             return Ok(self.rule.check_rounding(dtypes)?);
         }
@@ -59,6 +76,18 @@ impl Part<'_> {
 
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.grad.len()
+    }
+
+    /// Makes the step begin with `weights`, in `copy`. All low bits count then.
+    fn take_weights(&mut self) {
+        match (self.weights, &mut self.copy) {
+            (Some(Floats::Bf16(from)), Some(FloatsMut::Bf16(to))) => to.copy_from_slice(from),
+            (Some(Floats::F32(from)), Some(FloatsMut::F32(to))) => to.copy_from_slice(from),
+            _ => return,
+        }
+        if let Some(sums) = &mut self.sums {
+            sums.fill(0);
+        }
     }
 
     /// The element before which the part is cut: random bits change at multiples of 2^32 elements of the parameter, and no
@@ -150,7 +179,7 @@ impl Update for AdamUpdate<'_, '_> {
     fn weights(&self, subgroup: usize) -> &[bf16] {
         let part = self.parts.0[subgroup].first();
         match part.map(|part| (part.weights, part.copy.as_ref().map(FloatsMut::shared))) {
-            Some((Some(weights), _)) => weights,
+            Some((Some(Floats::Bf16(weights)), _)) => weights,
             Some((None, Some(Floats::Bf16(copy)))) => copy,
             _ => &[],
         }
@@ -162,7 +191,12 @@ impl Update for AdamUpdate<'_, '_> {
 
     fn step(&mut self, subgroup: usize, mut state: SubgroupState<'_>) -> Result<()> {
         let parts = &mut self.parts.0[subgroup];
-        if !parts.is_empty() {
+        let has_low = !state.low.is_empty();
+        if has_low {
+            parts.iter_mut().for_each(Part::take_weights);
+        }
+        // With low bits the copies have now what was before the step.
+        if !(parts.is_empty() || self.restores && has_low) {
             let mut jobs = jobs_of(parts, &mut state)?;
             if self.restores {
                 parallel::publish(&mut jobs)?;
@@ -173,7 +207,7 @@ impl Update for AdamUpdate<'_, '_> {
                 self.sums[subgroup] = Some(optim::step(&mut jobs, self.squares)?.sum_squares);
             }
         }
-        for part in parts.iter_mut() {
+        for part in parts.iter_mut().filter(|_| !has_low) {
             let range = part.range();
             if let Some(FloatsMut::F32(copy)) = &mut part.copy {
                 copy.copy_from_slice(&state.param[range]);
@@ -189,25 +223,38 @@ fn jobs_of<'j>(
     state: &'j mut SubgroupState<'_>,
 ) -> Result<Vec<Job<'j, AdamRule>>> {
     let mut jobs = try_vec::with_capacity("listing the parts of a subgroup", 2 * parts.len())?;
-    let mut rest_param = &mut *state.param;
+    let (mut rest_param, mut rest_low) = (&mut *state.param, &mut *state.low);
+    let has_low = !rest_low.is_empty();
     let mut rest = [Rest::of(state.exp_avg.reborrow()), Rest::of(state.exp_avg_sq.reborrow())];
     let mut at = 0;
     for part in parts {
         let (range, cut, mut grad) = (part.range(), part.cut(), part.grad);
-        let mut copy = part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| copy.dtype() != Dtype::F32);
+        let mut copy =
+            part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| has_low || copy.dtype() != Dtype::F32);
+        let mut sums = part.sums.as_deref_mut();
         let mut number = part.number;
         for elements in [cut, range.len() - cut].into_iter().filter(|elements| *elements > 0) {
             let skipped = range.start.saturating_sub(at);
-            let param;
-            (param, rest_param) = rest_param.split_at_mut(skipped).1.split_at_mut(elements);
             let [exp_avg, exp_avg_sq] = rest.map(|rest| rest.part(skipped, elements));
             rest = [exp_avg.1, exp_avg_sq.1];
             let (its_grad, its_copy);
             (its_grad, grad) = grad.split_at(elements);
             (its_copy, copy) = copy.map(|copy| copy.split_at_mut(elements)).unzip();
-            let tensor = tensor_of(FloatsMut::F32(param), [exp_avg.0, exp_avg_sq.0], its_grad, its_copy)?;
-            let tensor = tensor.numbered(number);
-            jobs.push(Job { optimizer: part.rule, tensor });
+            let moments = [exp_avg.0, exp_avg_sq.0];
+            let tensor = match its_copy {
+                Some(param) if has_low => {
+                    let (low, its_sums);
+                    (low, rest_low) = rest_low.split_at_mut(skipped).1.split_at_mut(elements);
+                    (its_sums, sums) = sums.map(|sums| sums.split_at_mut(elements.div_ceil(TILE))).unzip();
+                    low_tensor(param, low, its_sums, moments, its_grad)?
+                }
+                its_copy => {
+                    let param;
+                    (param, rest_param) = rest_param.split_at_mut(skipped).1.split_at_mut(elements);
+                    tensor_of(FloatsMut::F32(param), moments, its_grad, its_copy)?
+                }
+            };
+            jobs.push(Job { optimizer: part.rule, tensor: tensor.numbered(number) });
             number += elements as u64;
             at += skipped + elements;
         }
@@ -222,6 +269,35 @@ pub(super) fn tensor_of<'a>(
     grad: Floats<'a>,
     copy: Option<FloatsMut<'a>>,
 ) -> Result<Tensor<'a>> {
+    with_moments(moments, |[exp_avg, exp_avg_sq]| {
+        Ok(Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, copy)?)
+    })
+}
+
+/// A tensor of a parameter of the caller, which holds its master together with low bits, or is its own master if it is
+/// f32.
+fn low_tensor<'a>(
+    param: FloatsMut<'a>,
+    low: &'a mut [u16],
+    sums: Option<&'a mut [u64]>,
+    moments: [MomentMut<'a>; 2],
+    grad: Floats<'a>,
+) -> Result<Tensor<'a>> {
+    with_moments(moments, |[exp_avg, exp_avg_sq]| {
+        let (is_own, states) = (param.dtype() == Dtype::F32, States { param, exp_avg, exp_avg_sq });
+        Ok(match sums {
+            _ if is_own => Tensor::new(states, grad, None)?,
+            None => Tensor::new_split(states, grad, low)?,
+            Some(sums) => Tensor::new_split(states, grad, low)?.with_low_sums(sums)?,
+        })
+    })
+}
+
+/// The tensor that `make` returns of the moments that are numbers, with those that are codes.
+fn with_moments<'a>(
+    moments: [MomentMut<'a>; 2],
+    make: impl FnOnce([Option<FloatsMut<'a>>; 2]) -> Result<Tensor<'a>>,
+) -> Result<Tensor<'a>> {
     let (mut floats, mut codes) = ([None, None], [None, None]);
     for (place, moment) in moments.into_iter().enumerate() {
         match moment {
@@ -230,7 +306,6 @@ pub(super) fn tensor_of<'a>(
         }
     }
     let has_codes = codes.iter().any(Option::is_some);
-    let [exp_avg, exp_avg_sq] = floats;
-    let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, copy)?;
+    let tensor = make(floats)?;
     Ok(if has_codes { tensor.with_codes(codes)? } else { tensor })
 }

@@ -54,7 +54,7 @@ pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, host_memory: u64) 
     };
     let least = count.min(LEAST_WORKING);
     let (one, in_motion) = match usual.master {
-        Master::Full => (0, 0),
+        Master::Full | Master::Low => (0, 0),
         Master::Split => (count.min(1), count.min(MASTERS_IN_MOTION)),
     };
     let masters = if affordable(one) == count || affordable(in_motion) < least { one } else { in_motion };

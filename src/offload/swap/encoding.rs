@@ -4,13 +4,15 @@
 //! |---|---|---|---|---|
 //! | full | param, exp_avg, exp_avg_sq | 12 | 8 | 6.13 |
 //! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table | 6, plus as much | 4.13, plus as much |
+//! | low | low bits of param, exp_avg, exp_avg_sq | 10 | 6 | 4.13 |
 //!
 //! The table holds a checksum of param, a count, and the [`Exception`]s. The stream of an 8-bit moment has the codes, and
 //! from the next even byte on the bf16 scale of each block. Callers read and write states as f32: narrow moments are exact
-//! in f32, and are rounded to nearest when they are written.
+//! in f32, and are rounded to nearest when they are written. They read and write low bits as numbers from 0 to 65,535.
 //!
 //! Invariants:
-//! - The moments of a tier have one encoding. Masters that cannot be split are full beside split ones.
+//! - The moments of a tier have one encoding. Masters that cannot be split are full beside split ones. Low bits have no
+//!   masters of another kind beside them.
 //! - Splitting does not change param.
 //! - Joining gives exactly the param that was split, or an error if the 16-bit copy does not belong to it.
 #![forbid(unsafe_code)]
@@ -34,6 +36,32 @@ pub enum Master {
     Full,
     /// Without the upper halves, which are rebuilt from the 16-bit copy that the model holds.
     Split,
+    /// As the low bits that belong to a bf16 parameter of the caller (see the kernels' `split`). An f32 parameter of the
+    /// caller has none.
+    Low,
+}
+
+impl Master {
+    /// All kinds, in the order of their discriminants.
+    pub const ALL: [Master; 3] = [Master::Full, Master::Split, Master::Low];
+
+    /// Its name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Master::Full => "full",
+            Master::Split => "split",
+            Master::Low => "low bits of",
+        }
+    }
+
+    /// What the name of an extent has at its end.
+    fn suffix(self) -> &'static str {
+        match self {
+            Master::Full => "",
+            Master::Split => "-split",
+            Master::Low => "-low",
+        }
+    }
 }
 
 /// How exp_avg and exp_avg_sq are stored.
@@ -102,15 +130,14 @@ impl Encoding {
     /// A split master and f32 moments.
     pub const SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::F32 };
 
-    /// The encodings with these moments: full and split.
-    pub fn with(moments: Moments) -> [Encoding; 2] {
-        [Master::Full, Master::Split].map(|master| Encoding { master, moments })
+    /// The encodings with these moments, in the order of [`Master::ALL`].
+    pub fn with(moments: Moments) -> [Encoding; 3] {
+        Master::ALL.map(|master| Encoding { master, moments })
     }
 
     /// Name of the extent of a subgroup in this encoding.
     pub fn extent(self, subgroup: usize) -> String {
-        let master = if self.master == Master::Split { "-split" } else { "" };
-        format!("subgroup-{subgroup:06}{}{master}", self.moments.suffix())
+        format!("subgroup-{subgroup:06}{}{}", self.moments.suffix(), self.master.suffix())
     }
 }
 
@@ -170,6 +197,7 @@ pub fn streams(encoding: Encoding, elements: u64) -> Vec<u64> {
     match encoding.master {
         Master::Full => vec![4 * elements, moment, moment],
         Master::Split => vec![moment, moment, 2 * elements, table_bytes(elements)],
+        Master::Low => vec![2 * elements, moment, moment],
     }
 }
 
@@ -186,6 +214,11 @@ pub fn tensors(encoding: Encoding) -> &'static [(&'static str, &'static str)] {
         }
         (Master::Full, Moments::Codes) => {
             &[("param", "F32"), ("exp_avg_codes", "U8"), ("exp_avg_sq_codes", "U8")]
+        }
+        (Master::Low, Moments::F32) => &[("param_low", "U16"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")],
+        (Master::Low, Moments::Bf16) => &[("param_low", "U16"), ("exp_avg", "BF16"), ("exp_avg_sq", "BF16")],
+        (Master::Low, Moments::Codes) => {
+            &[("param_low", "U16"), ("exp_avg_codes", "U8"), ("exp_avg_sq_codes", "U8")]
         }
         (Master::Split, Moments::Codes) => &[
             ("exp_avg_codes", "U8"),
@@ -211,18 +244,31 @@ pub fn store(from: &[u8], to: FloatsMut<'_>) {
 
 /// Copies stored numbers to `to`, as f32.
 pub fn load(from: Floats<'_>, to: Span) {
-    fn put<T: Copy + Into<f32>>(from: &[T], to: Span) {
-        let mut wide = [0.0; 1024];
-        for (number, from) in from.chunks(wide.len()).enumerate() {
-            wide.iter_mut().zip(from).for_each(|(wide, from)| *wide = (*from).into());
-            to.part(4 * wide.len() * number, 4 * from.len()).write(span::bytes_of(&wide[..from.len()]));
-        }
-    }
     match from {
         Floats::F32(from) => to.write(span::bytes_of(from)),
-        Floats::Bf16(from) => put(from, to),
-        Floats::F16(from) => put(from, to),
+        Floats::Bf16(from) => load_wide(from, to),
+        Floats::F16(from) => load_wide(from, to),
     }
+}
+
+/// Copies numbers to `to`, as f32.
+fn load_wide<T: Copy + Into<f32>>(from: &[T], to: Span) {
+    let mut wide = [0.0; 1024];
+    for (number, from) in from.chunks(wide.len()).enumerate() {
+        wide.iter_mut().zip(from).for_each(|(wide, from)| *wide = (*from).into());
+        to.part(4 * wide.len() * number, 4 * from.len()).write(span::bytes_of(&wide[..from.len()]));
+    }
+}
+
+/// Stores low bits that are f32 numbers from 0 to 65,535, given as their bytes.
+pub fn store_low(from: &[u8], low: &mut [u16]) {
+    let numbers = from.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+    low.iter_mut().zip(numbers).for_each(|(low, number)| *low = number as u16);
+}
+
+/// Copies low bits to `to`, as f32 numbers.
+pub fn load_low(low: &[u16], to: Span) {
+    load_wide(low, to);
 }
 
 /// Fills low halves and table from param. False if the table has no room for all exceptions.

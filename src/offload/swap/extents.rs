@@ -1,8 +1,7 @@
-//! The extents that hold the subgroups' state: at most one for a full master and one for a split one; the newer one is
-//! valid.
+//! The extents that hold the subgroups' state: at most one for each kind of master; the newest one is valid.
 //!
 //! Invariants:
-//! - Generations increase over all extents of a tier. Of a subgroup's two extents, the one with the higher generation
+//! - Generations increase over all extents of a tier. Of a subgroup's extents, the one with the higher generation
 //!   was written last, also after a rollback or a crash.
 //! - The older extent keeps its storage until the newer one is committed.
 #![forbid(unsafe_code)]
@@ -11,11 +10,14 @@ use super::encoding::{self, Encoding, Master, Moments};
 use crate::error::{Error, Result};
 use crate::tier::Tier;
 
+/// Number of kinds of masters.
+const KINDS: usize = Master::ALL.len();
+
 #[derive(Debug)]
 struct Subgroup {
     elements: u64,
-    whole: Option<u32>,
-    split: Option<u32>,
+    /// One for each kind of master.
+    stored: [Option<u32>; KINDS],
 }
 
 #[derive(Debug)]
@@ -37,7 +39,7 @@ impl Extents {
     /// unchanged.
     pub(super) fn define(tier: &Tier, elements: &[u64], usual: Encoding) -> Result<Extents> {
         let subgroups =
-            elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
+            elements.iter().map(|elements| Subgroup { elements: *elements, stored: [None; KINDS] });
         let mut extents = Extents { usual, subgroups: subgroups.collect() };
         extents.check_moments(tier)?;
         extents.find(tier);
@@ -53,14 +55,15 @@ impl Extents {
     fn define_all(&mut self, tier: &Tier, made: &mut Vec<u32>) -> Result<()> {
         let usual = self.usual.master;
         for subgroup in 0..self.len() {
-            let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
-            let known = if usual == Master::Full { whole.is_some() } else { split.is_some() };
+            let known = self.subgroups[subgroup].stored[usual as usize].is_some();
             let extent = self.written_as(tier, subgroup, usual)?;
             made.extend((!known).then_some(extent));
             let (_, found, _) = self.newest(tier, subgroup)?;
-            if found == Master::Split && usual == Master::Full {
+            // Masters that could not be split are full.
+            if found != usual && (usual, found) != (Master::Split, Master::Full) {
+                let found = found.name();
                 let reason = format!(
-                    "subgroup {subgroup} is stored with split master weights; open it with split master weights"
+                    "subgroup {subgroup} is stored with {found} master weights; open it with {found} master weights"
                 );
                 return Err(Error::invalid("options", reason));
             }
@@ -79,7 +82,7 @@ impl Extents {
         let ours = self.numbers(tier, own);
         for other in self.other_moments() {
             let theirs = self.numbers(tier, other);
-            for (subgroup, (ours, theirs)) in ours.chunks(2).zip(theirs.chunks(2)).enumerate() {
+            for (subgroup, (ours, theirs)) in ours.chunks(KINDS).zip(theirs.chunks(KINDS)).enumerate() {
                 if newest(theirs)? > newest(ours)? {
                     let [own, other] = [own, other].map(Moments::name);
                     let reason = format!(
@@ -99,7 +102,7 @@ impl Extents {
         Moments::ALL.into_iter().filter(move |moments| *moments != own)
     }
 
-    /// The extents with these moments: for each subgroup that of a full master and that of a split one.
+    /// The extents with these moments: for each subgroup one for each kind of master.
     fn numbers(&self, tier: &Tier, moments: Moments) -> Vec<Option<u32>> {
         let all = Encoding::with(moments);
         let names: Vec<String> =
@@ -110,8 +113,8 @@ impl Extents {
     /// Finds the extents by name, for example after a rollback.
     pub(super) fn find(&mut self, tier: &Tier) {
         let numbers = self.numbers(tier, self.usual.moments);
-        for (subgroup, found) in self.subgroups.iter_mut().zip(numbers.chunks(2)) {
-            (subgroup.whole, subgroup.split) = (found[0], found[1]);
+        for (subgroup, found) in self.subgroups.iter_mut().zip(numbers.chunks(KINDS)) {
+            subgroup.stored.copy_from_slice(found);
         }
     }
 
@@ -123,33 +126,27 @@ impl Extents {
         self.subgroups[subgroup].elements as usize
     }
 
-    /// The extent for a full or split master, created if there is none.
+    /// The extent for a master of this kind, created if there is none.
     pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, master: Master) -> Result<u32> {
         let encoding = Encoding { master, ..self.usual };
         let found = &mut self.subgroups[subgroup];
         // Called for existing extents, too: `define` cancels a pending removal.
         let extent = tier.define(&encoding.extent(subgroup), &encoding::streams(encoding, found.elements))?;
-        match master {
-            Master::Full => found.whole = Some(extent),
-            Master::Split => found.split = Some(extent),
-        }
+        found.stored[master as usize] = Some(extent);
         Ok(extent)
     }
 
     /// The extent that holds a subgroup's current state, how param is stored, and its generation (0 if there is no state).
     pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Master, u64)> {
-        let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
-        let generation = |extent: &Option<u32>| match extent {
-            Some(extent) => tier.extent(*extent).map(|info| Some((*extent, info.generation))),
-            None => Ok(None),
-        };
-        let whole = generation(whole)?.map(|(extent, age)| (extent, Master::Full, age));
-        let split = generation(split)?.map(|(extent, age)| (extent, Master::Split, age));
-        let (usual, other) = match self.usual.master {
-            Master::Full => (whole, split),
-            Master::Split => (split, whole),
-        };
-        let newest = usual.into_iter().chain(other).reduce(|a, b| if b.2 > a.2 { b } else { a });
+        let usual = self.usual.master;
+        let others = Master::ALL.into_iter().filter(|master| *master != usual);
+        let mut newest: Option<(u32, Master, u64)> = None;
+        for master in [usual].into_iter().chain(others) {
+            if let Some(extent) = self.subgroups[subgroup].stored[master as usize] {
+                let age = tier.extent(extent)?.generation;
+                newest = newest.filter(|newest| newest.2 >= age).or(Some((extent, master, age)));
+            }
+        }
         newest.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} has no extent")))
     }
 
@@ -158,9 +155,9 @@ impl Extents {
         let others: Vec<_> = self.other_moments().map(|other| self.numbers(tier, other)).collect();
         for number in 0..self.len() {
             let newest = self.newest(tier, number)?.0;
-            let mut others: Vec<_> = others.iter().flat_map(|all| all[2 * number..][..2].to_vec()).collect();
-            let Subgroup { whole, split, .. } = &mut self.subgroups[number];
-            for older in [whole, split].into_iter().chain(&mut others) {
+            let mut others: Vec<_> =
+                others.iter().flat_map(|all| all[KINDS * number..][..KINDS].to_vec()).collect();
+            for older in self.subgroups[number].stored.iter_mut().chain(&mut others) {
                 // Its number is another extent's once it is removed.
                 if let Some(extent) = older.take_if(|older| *older != newest)
                     && tier.extent(extent)?.generation > 0

@@ -8,6 +8,7 @@
 //! - Gradients never go to the tier; only param, exp_avg and exp_avg_sq do.
 //! - Before the verdict of a speculative update every replaced version of a subgroup is pinned on the tier, and no state
 //!   that is only in memory changes. A skip or a redo therefore finds the state of the step before.
+//! - With low bits the caller has the parameters; the tier knows nothing of them, and a step writes them.
 //! - State takes 12 bytes per parameter on the tier and in memory, 2 fewer if param is split, 4 fewer with bf16 moments,
 //!   and 5.87 fewer with 8-bit ones. With a split param the caller keeps the 16-bit copy that belongs to the state; a wrong copy is detected and never stepped.
 //! - All memory is allocated at open, as much as [`budget::plan`] computed.
@@ -345,7 +346,7 @@ impl Swap {
     /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param. Errors: split masters,
     /// and the weights of `work` do not belong to them; this does not depend on what is cached.
     fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source, work: &dyn Update) -> Result<()> {
-        if self.layout.usual.master == Master::Full {
+        if self.layout.usual.master != Master::Split {
             return Ok(());
         }
         let whole = self.slots.has_master(slot);
@@ -356,7 +357,7 @@ impl Swap {
         let (elements, copy) = (self.extents.elements(subgroup), work.weights(subgroup));
         let outcome = match (whole, self.slots.fetched(slot)) {
             (true, _) => self.slots.check_copy(slot, elements, copy),
-            (false, Master::Split) => self.slots.join(slot, elements, copy),
+            (false, Master::Split | Master::Low) => self.slots.join(slot, elements, copy),
             (false, Master::Full) => {
                 self.fetch_param(subgroup, slot)?;
                 self.slots.check_copy(slot, elements, copy)

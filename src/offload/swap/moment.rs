@@ -14,12 +14,22 @@ use super::encoding::{self, Moments};
 /// The state of one subgroup in host memory.
 #[derive(Debug)]
 pub struct SubgroupState<'a> {
-    /// Master weights.
+    /// Master weights; empty if the caller has the parameters, and the state their low bits.
     pub param: &'a mut [f32],
+    /// The low bits of the caller's parameters; else empty.
+    pub low: &'a mut [u16],
     /// First moment.
     pub exp_avg: MomentMut<'a>,
     /// Second moment.
     pub exp_avg_sq: MomentMut<'a>,
+}
+
+impl SubgroupState<'_> {
+    /// Stores f32 numbers, given as their bytes, in param or in the low bits.
+    pub fn store_param(&mut self, from: &[u8]) {
+        encoding::store(from, FloatsMut::F32(self.param));
+        encoding::store_low(from, self.low);
+    }
 }
 
 /// A moment of a subgroup.

@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | full | exp_avg, exp_avg_sq, param | 12, 8 with bf16 moments, or 6.13 with 8-bit ones |
 //! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, 6 with bf16 moments, or 4.13 with 8-bit ones |
+//! | low | exp_avg, exp_avg_sq, low bits of param | as split |
 //!
 //! Invariants, for the split master:
 //! - In a slot with a master, param is in the master, which is then newer than low halves and table.
@@ -14,7 +15,7 @@
 //! - With fewer masters than slots, cached subgroups leave enough masters for the subgroups in motion.
 #![forbid(unsafe_code)]
 
-use crate::dtype::{FloatsMut, bf16};
+use crate::dtype::{Floats, as_words, bf16};
 
 use super::budget::{Budget, MASTERS_IN_MOTION};
 use super::encoding::{self, Encoding, Master, Moments, STREAMS};
@@ -69,9 +70,9 @@ impl Slots {
         memory.in_transfer() || master.is_some_and(|master| self.masters[master].in_transfer())
     }
 
-    /// True if a slot has memory for the full param.
+    /// True if a slot has memory for the full param, or needs none.
     pub(super) fn has_master(&self, slot: usize) -> bool {
-        self.usual.master == Master::Full || self.slots[slot].master.is_some()
+        self.usual.master != Master::Split || self.slots[slot].master.is_some()
     }
 
     /// Lends a master to a slot, unless it has one. False if no master is free.
@@ -97,7 +98,7 @@ impl Slots {
         self.slots[slot].fetched
     }
 
-    /// The memory of each stream of a state with a full or split master. That of a full param is empty if the slot has no
+    /// The memory of each stream of a state with a master of this kind. That of a full param is empty if the slot has no
     /// master.
     pub(super) fn buffers(&self, slot: usize, as_stored: Master, elements: usize) -> Vec<TransferBuffer> {
         let MemorySlot { memory, master, .. } = &self.slots[slot];
@@ -111,11 +112,12 @@ impl Slots {
                 let table = memory.transfer(self.table_start(elements), table_len(elements));
                 vec![exp_avg, exp_avg_sq, low, table]
             }
-            (Master::Full, Master::Full, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
+            (Master::Low, ..) => vec![part(2, 2 * elements), exp_avg, exp_avg_sq],
             (Master::Full, Master::Split, Some(master)) => {
                 vec![self.masters[*master].transfer(0, 4 * elements), exp_avg, exp_avg_sq]
             }
             (Master::Full, Master::Split, None) => vec![TransferBuffer::empty(), exp_avg, exp_avg_sq],
+            (Master::Full, ..) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
         }
     }
 
@@ -124,35 +126,47 @@ impl Slots {
         let (moments, stride) = (self.usual.moments, self.stride(elements));
         let MemorySlot { memory, master, .. } = &mut self.slots[slot];
         let ([exp_avg, exp_avg_sq], rest) = arrays(memory, moments, stride, elements)?;
+        if self.usual.master == Master::Low {
+            let low = &mut as_words(rest)[..elements];
+            return Ok(SubgroupState { param: &mut [], low, exp_avg, exp_avg_sq });
+        }
         let param = match master {
             Some(master) => self.masters[*master].floats()?,
             None => rest,
         };
-        Ok(SubgroupState { param: &mut param[..elements], exp_avg, exp_avg_sq })
+        Ok(SubgroupState { param: &mut param[..elements], low: &mut [], exp_avg, exp_avg_sq })
     }
 
     /// Copies param and moments to the caller's f32 arrays; an empty span skips its array. The slot has the full param if
     /// its span is not empty.
     pub(super) fn load(&mut self, slot: usize, elements: usize, to: &[Span; STREAMS]) -> Result<()> {
-        self.each(slot, elements, to, |held, to| held.load(to))
+        if !to[0].is_empty() {
+            let (is_low, state) = (self.usual.master == Master::Low, self.state(slot, elements)?);
+            match is_low {
+                true => encoding::load_low(state.low, to[0]),
+                false => encoding::load(Floats::F32(state.param), to[0]),
+            }
+        }
+        self.each_moment(slot, elements, to, |held, to| held.load(to))
     }
 
     /// Copies the caller's f32 arrays to param and moments, see [`Slots::load`].
     pub(super) fn store(&mut self, slot: usize, elements: usize, from: &[Span; STREAMS]) -> Result<()> {
-        self.each(slot, elements, from, |held, from| from.with_bytes(|from| held.store(from)))
+        if !from[0].is_empty() {
+            let mut state = self.state(slot, elements)?;
+            from[0].with_bytes(|from| state.store_param(from));
+        }
+        self.each_moment(slot, elements, from, |held, from| from.with_bytes(|from| held.store(from)))
     }
 
-    /// Calls `work` with each array of the state and the caller's, unless that is empty.
-    fn each(
+    /// Calls `work` with each moment of the state and the caller's array, unless that is empty.
+    fn each_moment(
         &mut self,
         slot: usize,
         elements: usize,
         theirs: &[Span; STREAMS],
         work: impl Fn(MomentMut<'_>, Span) -> Result<()>,
     ) -> Result<()> {
-        if !theirs[0].is_empty() {
-            work(MomentMut::Floats(FloatsMut::F32(self.state(slot, elements)?.param)), theirs[0])?;
-        }
         let (moments, stride) = (self.usual.moments, self.stride(elements));
         let (held, _) = arrays(&mut self.slots[slot].memory, moments, stride, elements)?;
         held.into_iter()
@@ -194,9 +208,10 @@ impl Slots {
     /// Prepares a slot's state for a write, and returns how param is written. The slot keeps its master only if its state
     /// stays, or cannot be split.
     pub(super) fn pack(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Master> {
-        let whole = self.usual.master == Master::Full
-            || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
-        if whole {
+        if self.usual.master != Master::Split {
+            return Ok(self.usual.master);
+        }
+        if self.slots[slot].master.is_some() && !self.split(slot, elements)? {
             return Ok(Master::Full);
         }
         if !stays {

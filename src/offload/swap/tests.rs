@@ -47,6 +47,7 @@ fn options_of(usual: Encoding, buffers: u64) -> SwapOptions {
     SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) }
 }
 
+const LOW: Encoding = Encoding { master: Master::Low, moments: Moments::F32 };
 const BF16: Encoding = Encoding { master: Master::Full, moments: Moments::Bf16 };
 const BF16_SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::Bf16 };
 const CODES: Encoding = Encoding { master: Master::Full, moments: Moments::Codes };
@@ -161,7 +162,7 @@ fn with<R>(
     let floats = |moment| MomentMut::Floats(moment);
     if moments == Moments::F32 {
         let [exp_avg, exp_avg_sq] = [exp_avg, exp_avg_sq].map(|moment| floats(FloatsMut::F32(moment)));
-        return work(SubgroupState { param, exp_avg, exp_avg_sq });
+        return work(SubgroupState { param, low: &mut [], exp_avg, exp_avg_sq });
     }
     let mut both = [exp_avg, exp_avg_sq];
     if moments == Moments::Codes {
@@ -173,7 +174,7 @@ fn with<R>(
         let [exp_avg, exp_avg_sq] = lent;
         let (exp_avg, exp_avg_sq) =
             (MomentMut::Codes(kinds[0], exp_avg), MomentMut::Codes(kinds[1], exp_avg_sq));
-        let result = work(SubgroupState { param, exp_avg, exp_avg_sq });
+        let result = work(SubgroupState { param, low: &mut [], exp_avg, exp_avg_sq });
         for ((wide, kind), (codes, scales)) in both.iter_mut().zip(kinds).zip(&mut codes) {
             Codes { codes, scales }.decode(kernel, kind, wide);
         }
@@ -181,7 +182,7 @@ fn with<R>(
     }
     let mut stored = both.each_ref().map(|wide| wide.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>());
     let [exp_avg, exp_avg_sq] = stored.each_mut().map(|stored| floats(FloatsMut::Bf16(stored)));
-    let result = work(SubgroupState { param, exp_avg, exp_avg_sq });
+    let result = work(SubgroupState { param, low: &mut [], exp_avg, exp_avg_sq });
     for (wide, stored) in both.iter_mut().zip(&stored) {
         wide.iter_mut().zip(stored).for_each(|(wide, stored)| *wide = stored.to_f32());
     }

@@ -63,7 +63,8 @@ class OptimizerStateStore:
             machine, and a cgroup, have left for this process. What exceeds the least caches states.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
-        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` is refused.
+        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `moment_dtype`. `split_master` and `low_bits` are
+            refused.
         begin_from: A new store begins with the last commit of this other job, with any number of processes, and not with the masters. Pass
             the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All processes read the
             directories of all its ranks. Both jobs must have the same names of parameters, so the same tensor, pipeline and expert
@@ -102,8 +103,9 @@ class OptimizerStateStore:
         begin_from: Any = None,
     ):
         further = dict(swap_options or {})
-        if further.get("split_master"):
-            raise InvalidArgumentError("OptimizerStateStore: swap_options has split_master; leave it out, the store keeps whole masters")
+        for kind in ("split_master", "low_bits"):
+            if further.get(kind):
+                raise InvalidArgumentError(f"OptimizerStateStore: swap_options has {kind}; leave it out, the store keeps whole masters")
         self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
         self._moments = further.get("moment_dtype", "f32")
         self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes, alignment_of(self._moments)))

@@ -313,6 +313,17 @@ class Weights:
             memory = self._memory[number] = link_to(own).memory(own.shape, own.dtype)
         return memory
 
+    def bring(self, numbers: Sequence[int], ended: bool = True) -> list[torch.Tensor]:
+        """Gives the memory for new weights the present ones of these parameters; returns it. `ended`: waits for the copies."""
+        memories = [self.of(number) for number in numbers]
+        for number, memory in zip(numbers, memories):
+            own = local(self._params[number]).detach()
+            link_to(own).out(memory, own)
+        if ended:
+            for link in {link_to(self._params[number]) for number in numbers}:
+                wait(link.fence())
+        return memories
+
     def expect(self, numbers: Iterable[int], pieces: Sequence[Sequence[Any]]) -> None:
         """Before a step that writes the weights of these parameters. `pieces`: those of each subgroup."""
         owners = {number: local(self._params[number]) for number in numbers}

@@ -1,4 +1,4 @@
-"""The home of states on a tier: f32 masters, moments and their commits.
+"""The home of states on a tier: masters, moments and their commits.
 
 Calls of several threads run one after another, so that each sees the states between two steps.
 
@@ -32,8 +32,10 @@ from ._codes import check_codes, decoded
 from ._foreign import as_torchs
 from ._given import Given
 from ._home import ByTorch, Call, Home
-from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps, take_values
+from ._layout import Piece
+from ._states import LOW, MASTER, MOMENTS, Precision, check_not_split, check_steps
 from ._tensors import apart, has_memory, like, local
+from ._tier_split import SplitStates, low_of_numbers
 from ._tier_states import TierOptions, TierStates
 from ._tier_step import Beside, TierTable
 
@@ -73,7 +75,7 @@ class TierHome(Home):
         overlap: bool,
     ):
         super().__init__(name, rule, precision)
-        _check_keywords(name, rule, precision, undo, groups)
+        _check_keywords(name, rule, undo, groups)
         self._lock = threading.RLock()
         where = TierOptions.of(given)
         self._asked = {
@@ -81,7 +83,8 @@ class TierHome(Home):
             "host_memory": host_memory,
             "overlap": overlap,
         }
-        self.on_tier = TierStates(name, groups, precision, where, host_memory)
+        kind = SplitStates if precision.master == "split" else TierStates
+        self.on_tier = kind(name, groups, precision, where, host_memory)
         self.on_tier.begin(states)
         self.tiered = self.on_tier.tiered
         self.resumed_step = self.tiered.resumed_step
@@ -291,7 +294,7 @@ class TierHome(Home):
             self._rest()
             self._given.check()
             self.on_tier.check_parameters()
-            self.on_tier.take_written()
+            self.on_tier.begin_commit()
             count = self.on_tier.count
             return Prepared(whole_number(count if step is None else step, "step"), count, self.on_tier.facts(states), payload_of(payload))
 
@@ -337,8 +340,8 @@ def _remove(hooks: list[Any]) -> None:
         hooks.pop().remove()
 
 
-def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, groups: list[dict[str, Any]]) -> None:
-    refused = {"undo": undo, 'master="split"': precision.master == "split"}
+def _check_keywords(name: str, rule: Rule, undo: bool, groups: list[dict[str, Any]]) -> None:
+    refused = {"undo": undo}
     for group in groups:
         refused.update({flag: True for flag in TORCHS if group.get(flag)})
     if rule.c_name != "adam":
@@ -349,7 +352,7 @@ def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, gro
 
 
 def _refuse_with_tier(name: str, keyword: str) -> None:
-    raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters; leave out one of them")
+    raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier; leave out one of them")
 
 
 class Value:
@@ -403,12 +406,12 @@ class Reading:
         own, on_tier = local(self._on_tier.params[number]), self._on_tier
         for key in MOMENTS:
             yield key, torch.empty(own.shape, dtype=on_tier.moment_dtype, device="meta")
-        if own.dtype is not torch.float32:
-            yield MASTER, torch.empty(own.shape, dtype=torch.float32, device="meta")
+        if (master := on_tier.master_state(number)) is not None:
+            yield master[0], torch.empty(own.shape, dtype=master[1], device="meta")
 
     def fill(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the values of a parameter."""
-        layout = self._on_tier.layout
+        layout, master = self._on_tier.layout, self._on_tier.master_state(number)
         for piece in layout.of_parameter[number]:
             if piece.subgroup != self._subgroup:
                 elements = layout.elements[piece.subgroup]
@@ -417,10 +420,10 @@ class Reading:
                 self._on_tier.tiered.read(piece.subgroup, *self._parts.values())
                 self._subgroup = piece.subgroup
             for key, to in values.items():
-                to.view(-1)[piece.start : piece.start + piece.count] = self._parts[key][piece.first : piece.first + piece.count]
-        if MASTER in values and not self._on_tier.tiered.mixed:
-            # Only in the value that is read: the program may restore the parameter before the next step.
-            take_values(values[MASTER], local(self._on_tier.params[number]).detach().cpu())
+                part = self._parts[key if key in MOMENTS else MASTER][piece.first : piece.first + piece.count]
+                to.view(-1)[piece.start : piece.start + piece.count] = low_of_numbers(part) if key == LOW else part
+        if master is not None and not self._on_tier.tiered.mixed:
+            self._on_tier.settled(number, values[master[0]])
 
 
 def _whole_states(
@@ -479,18 +482,19 @@ def _check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dic
                 "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
                 "parameter requires a gradient; nothing was loaded"
             )
-        _check_state(param, state, f"load_state_dict: {on_tier.names[number]}")
+        _check_state(on_tier, param, state, f"load_state_dict: {on_tier.names[number]}")
         found[number] = state
     return found
 
 
-def _check_state(param: torch.Tensor, state: dict[str, Any], name: str) -> None:
+def _check_state(on_tier: TierStates, param: torch.Tensor, state: dict[str, Any], name: str) -> None:
     """Raises InvalidArgumentError if a saved state cannot be written to the tier."""
-    check_not_split(state, name)
+    if not on_tier.low_bits:
+        check_not_split(state, name)
     for key in MOMENTS:
         if key not in state:
             raise InvalidArgumentError(f"{name}: its saved state lacks {key!r}; load the state of an Adam or AdamW; nothing was loaded")
-    for key in (*MOMENTS, MASTER):
+    for key in (*MOMENTS, MASTER, LOW):
         if key not in state:
             continue
         saved, value = state[key], value_of(state[key])
@@ -498,7 +502,7 @@ def _check_state(param: torch.Tensor, state: dict[str, Any], name: str) -> None:
             raise InvalidArgumentError(
                 f"{name}: its state {key!r} is a placeholder without a value; call spillway.torch.dcp.load() first; nothing was loaded"
             )
-        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point() or local(saved).layout is not torch.strided:
+        if not isinstance(saved, torch.Tensor) or not (saved.is_floating_point() or key == LOW) or local(saved).layout is not torch.strided:
             what = f"{saved.dtype}, {local(saved).layout}" if isinstance(saved, torch.Tensor) else repr(saved)
             raise InvalidArgumentError(
                 f"{name}: its saved state {key!r} is {what}; load a dense tensor of floating point numbers; nothing was loaded"
@@ -526,16 +530,25 @@ def _write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, 
     """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
     saved = _Saved(found)
     for subgroup, elements in on_tier.each_subgroup("writing the states to the tier"):
-        parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
+        parts = {MASTER: on_tier.first_masters(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
         for piece in on_tier.layout.of_subgroup[subgroup]:
-            state = found.get(piece.parameter, {})
-            for key, to in parts.items():
-                if key in state and (key != MASTER or on_tier.params[piece.parameter].dtype is not torch.float32):
-                    to[piece.first : piece.first + piece.count] = saved.flat(piece.parameter, key)[piece.start : piece.start + piece.count]
+            state, flat = found.get(piece.parameter, {}), partial(saved.flat, piece)
+            for key, part in parts.items():
+                to = part[piece.first : piece.first + piece.count]
+                # No name holds a value while the next one is read.
+                if key == MASTER:
+                    _copy(to, on_tier.saved_master(piece.parameter, state, flat))
+                elif key in state:
+                    _copy(to, flat(key))
         on_tier.tiered.write(subgroup, *parts.values())
     on_tier.set_steps(states, [float(found.get(number, {}).get("step", 0)) for number in range(len(on_tier.params))])
     # A master that does not round to its parameter is replaced at the next step, as without a tier.
     on_tier.forget()
+
+
+def _copy(to: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is not None:
+        to.copy_(value)
 
 
 class _Saved:
@@ -544,8 +557,11 @@ class _Saved:
     def __init__(self, found: dict[int, dict[str, Any]]):
         self._found, self._number, self._read = found, -1, dict[str, torch.Tensor]()
 
-    def flat(self, number: int, key: str) -> torch.Tensor:
-        """A value of a parameter, flat."""
+    def flat(self, piece: Piece, key: str) -> torch.Tensor:
+        """The elements of a piece, of a value of its parameter."""
+        return self._whole(piece.parameter, key)[piece.start : piece.start + piece.count]
+
+    def _whole(self, number: int, key: str) -> torch.Tensor:
         tensor = self._found[number][key]
         value = value_of(tensor)
         if value is None or value.fill is None:
@@ -553,7 +569,7 @@ class _Saved:
         if number != self._number:
             self._number, self._read = number, {}
         if key not in self._read:
-            made = torch.empty(local(tensor).shape, dtype=torch.float32, device="cpu")
+            made = torch.empty(local(tensor).shape, dtype=torch.int16 if key == LOW else torch.float32, device="cpu")
             value.fill(made)
             self._read[key] = made.reshape(-1)
         return self._read[key]

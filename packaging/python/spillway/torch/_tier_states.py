@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .. import _abi, _ranks
-from .._holdings import alignment_of
+from .._holdings import Holding, alignment_of
 from .._parts import Commits
 from .._progress import Progress, Told
 from .._written import changed, facts, is_dense, sums
@@ -30,7 +30,7 @@ from ..tiered import Place, Prepared, Record, Tiered
 from ._copies import Gradients, Weights
 from ._layout import Layout, Piece, box_of, described, holding_of, in_words, values_of, views
 from ._norm import part_of
-from ._states import MASTER, MOMENTS, Precision, is_count, take_values
+from ._states import LOW, MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
@@ -149,8 +149,18 @@ class MasterState(TierState):
     on_tier = (*MOMENTS, MASTER)
 
 
+class LowState(TierState):
+    """The entry of a parameter with a split master, whose low bits are on the tier too."""
+
+    on_tier = (*MOMENTS, LOW)
+
+
+#: The entry of a parameter by the state that has its master.
+_ENTRIES: dict[str | None, type[TierState]] = {None: TierState, MASTER: MasterState, LOW: LowState}
+
+
 class TierStates:
-    """States on a tier.
+    """States on a tier, with f32 masters.
 
     Args:
         name: Name of the optimizer's class, for messages.
@@ -172,13 +182,18 @@ class TierStates:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
+    #: The kind of masters, as `master` has it.
+    masters = "f32"
+    #: The tier has the low bits of the masters only.
+    low_bits = False
+
     def __init__(
         self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, host_memory: int | Literal["auto"] | None
     ):
         self.precision, self.moments = precision, _moments_of(precision)
         self.moment_dtype = torch.bfloat16 if self.moments == "bf16" else torch.float32
         #: Bytes of a parameter's state: the master and the moments.
-        self._state_bytes = state_bytes(moment_dtype=self.moments)
+        self._state_bytes = state_bytes(moment_dtype=self.moments, low_bits=self.low_bits)
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         #: The names that the program has given; None for a parameter without one.
@@ -210,8 +225,16 @@ class TierStates:
     def _find(self, committed: Record | None) -> None:
         """Before the update of a new tier is opened: finds the commit that the tier begins with."""
         if committed is None and self._options.begin_from is not None:
-            place = self._options.place()
-            self._begun_from = Commits(self._options.begin_from, place, _BY, lambda record: holding_of(record.facts, self.names))
+            self._begun_from = Commits(self._options.begin_from, self._options.place(), _BY, self._holding_of)
+
+    def _holding_of(self, record: Record) -> Holding:
+        """What a process of the other run held."""
+        if self.low_bits or masters_of(record.facts) != self.masters:
+            raise UnsupportedError(
+                f"begin_from: the other job has {masters_of(record.facts)!r} masters, and this optimizer {self.masters!r}; begin_from "
+                "takes over 'f32' masters only, so load a state dict"
+            )
+        return holding_of(record.facts, self.names)
 
     def begin(self, states: Any) -> None:
         """Takes what was committed to the parameters, or begins with the values of the parameters, in all processes. `states` receives the
@@ -230,7 +253,7 @@ class TierStates:
         self.set_steps(states, [0.0] * len(self.params))
         for subgroup, elements in self.each_subgroup("filling the tier"):
             zeros = torch.zeros(elements, device="cpu")
-            self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
+            self.tiered.write(subgroup, self.first_masters(subgroup), zeros, zeros)
         self._note_all()
 
     def _take_over(self, states: Any, others: Commits) -> None:
@@ -251,6 +274,7 @@ class TierStates:
             facts = committed.facts
             check_parameters(facts, self.params, self.names)
             check_order(facts, self._given, self.names, "the tier")
+            self._check_masters(facts, f"the tier of the job {options.job!r}")
             if facts["moments"] != self.moments:
                 raise InvalidArgumentError(
                     f"the tier of the job {options.job!r} holds moments of {facts['moments']}, and this optimizer has {self.moments}; pass "
@@ -266,7 +290,7 @@ class TierStates:
             self._check_served()
         counts = self._counts()
         most = _part_elements(options, host_memory, sum(counts), self._state_bytes) if committed is None else committed.facts["most"]
-        self.layout = Layout(counts, most, alignment_of(self.moments))
+        self.layout = Layout(counts, most, self._alignment)
         return Swap(
             tier,
             self.layout.elements,
@@ -276,7 +300,22 @@ class TierStates:
             huge_pages=options.pin_memory,
             pin_memory=options.pin_memory,
             moment_dtype=self.moments,
+            low_bits=self.low_bits,
         )
+
+    @property
+    def _alignment(self) -> int:
+        """Elements of a parameter and of a subgroup that are not divided."""
+        return alignment_of(self.moments)
+
+    def _check_masters(self, facts: dict[str, Any], where: str) -> None:
+        """Raises InvalidArgumentError if the facts are those of masters of the other kind."""
+        stored = masters_of(facts)
+        if stored != self.masters:
+            raise InvalidArgumentError(
+                f"{where} holds {stored!r} masters, and this optimizer has {self.masters!r}; pass master={stored!r}, or another job and a "
+                "state dict"
+            )
 
     @property
     def state_dicts(self) -> str | None:
@@ -332,6 +371,7 @@ class TierStates:
         """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
         check_parameters(record.facts, self.params, self.names)
         check_order(record.facts, self._given, self.names, "the snapshot")
+        self._check_masters(record.facts, "the snapshot")
         stored = record.facts["moments"]
         if stored != self.moments:
             raise InvalidArgumentError(
@@ -352,7 +392,16 @@ class TierStates:
         for param, step, stated in zip(self.params, steps, self.stated):
             if stated:
                 count = torch.tensor(step, dtype=torch.float32, device="cpu")
-                states[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
+                states[param] = _ENTRIES[self._master_key(param)](step=count)
+
+    def _master_key(self, param: torch.Tensor) -> str | None:
+        """The name of the state that has a parameter's master; None without one."""
+        return None if local(param).dtype is torch.float32 else MASTER
+
+    def master_state(self, number: int) -> tuple[str, torch.dtype] | None:
+        """Name and dtype of the state that has the master of a parameter, in a state dict; None without one."""
+        key = self._master_key(self.params[number])
+        return None if key is None else (key, torch.int16 if key == LOW else torch.float32)
 
     def step_count(self, states: Any, number: int) -> torch.Tensor:
         """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
@@ -416,6 +465,14 @@ class TierStates:
                 self.tiered.write(subgroup, master)
         self.note(written)
 
+    def begin_step(self) -> None:
+        """Before a step: masters take what the program has written."""
+        self.take_written()
+
+    def begin_commit(self) -> None:
+        """Before a commit, which makes the parameters of now durable."""
+        self.take_written()
+
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
         own = local(param).detach()
@@ -428,8 +485,47 @@ class TierStates:
             whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
             self.tiered.read(piece.subgroup, whole)
             master.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
-        take_values(master, own.cpu())
-        return master
+        return self.settled(number, master)
+
+    # What the tier has of masters, as float32 numbers.
+
+    def first_masters(self, subgroup: int) -> torch.Tensor:
+        """The masters of a subgroup that begins with the values of the parameters."""
+        return self.values(subgroup)
+
+    def saved_master(self, number: int, state: dict[str, Any], flat: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """The master of a saved state, flat; None: it has none. `flat`: returns a value of the state."""
+        return flat(MASTER) if MASTER in state and self.master_state(number) is not None else None
+
+    def settled(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """A master that was read, with what the program has written to the parameter. The tier keeps its own: the program may restore the
+        parameter before the next step."""
+        take_values(value, local(self.params[number]).detach().cpu())
+        return value
+
+    def complete(self, row: Any, piece: Piece) -> None:
+        """Writes into a row of C what else a step of the piece needs."""
+        row.param_dtype = _abi.DTYPE_F32
+
+    # A step beside backward, which may be taken back.
+
+    def complete_apart(self, row: Any, piece: Piece) -> list[torch.Tensor]:
+        """As complete(), for such a step. Returns what the row names."""
+        self.complete(row, piece)
+        return []
+
+    def lend(self, numbers: Iterable[int], wait: bool = False) -> None:
+        """Starts to copy what such a step reads of these parameters. `wait`: ends it."""
+
+    def stands(self) -> bool:
+        """True if what was lent is what the parameters are now."""
+        return True
+
+    def take_back(self) -> None:
+        """Nothing is lent."""
+
+    def stepped_apart(self, numbers: Iterable[int]) -> None:
+        """Such a step of these parameters is final."""
 
     def facts(self, states: Any) -> dict[str, Any]:
         """The facts that a commit stores beside the present states. Raises as check_parameters(), because no optimizer could resume."""
@@ -492,6 +588,12 @@ class TierStates:
 
     def _values(self, piece: Piece) -> torch.Tensor:
         return values_of(local(self.params[piece.parameter]).detach(), piece.start, piece.count)
+
+
+def masters_of(facts: dict[str, Any]) -> str:
+    """The kind of masters of a commit with these facts."""
+    found: str = facts.get("masters", "f32")
+    return found
 
 
 def check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:

@@ -55,6 +55,8 @@ class TierTable:
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)
         self.places: list[tuple[int, int]] = []
+        #: The step was submitted beside backward.
+        self.was_beside = False
         #: The gradients that were taken, and where the library reads them.
         self.taken: list[Taken] = []
         #: The number of each parameter of the step.
@@ -108,6 +110,7 @@ class TierTable:
                 self.options[key] = self._on_tier.rounded(_abi.sized(_abi.AdamOptions), piece)
             weights, moment_code = self._weights(self.numbers[at]), self._on_tier.tiered.swap.moment_code
             _put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
+            self._on_tier.complete(row, piece)
         if not pieces and steps:
             # A process may hold no element of the parameters. The call has options all the same.
             self.options[self.places[0][0], steps[0], -1] = _abi.sized(_abi.AdamOptions)
@@ -122,7 +125,9 @@ class TierTable:
         params = self._on_tier.params
         copied = [number for number in self.numbers if is_copied(params[number])]
         self._on_tier.weights.expect(copied, self._on_tier.layout.of_subgroup)
-        self._on_tier.take_written()
+        if self._on_tier.low_bits:
+            self._on_tier.weights.bring(copied)
+        self._on_tier.begin_step()
         self._on_tier.tiered.changes()
         self._on_tier.tiered.swap._recorded(
             status,
@@ -163,6 +168,8 @@ class TierTable:
     def note(self, versions: list[int], late: bool) -> None:
         """Remembers that the masters of `watched` have their values after a step, unless the program may have written since: they have
         other versions, or the call is late."""
+        if self.was_beside:
+            self._on_tier.stepped_apart(self.numbers)
         self._on_tier.forget(self.numbers)
         if not late:
             now = map(version, self.params())
@@ -188,7 +195,7 @@ def _put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor
     """Writes a piece of a parameter into a row of C: its gradient, where its weights go, the struct of its options, and the code of the
     moments' dtype."""
     _tensor_rows.begin(row, piece.count)
-    row.param_dtype, row.state_dtype = _abi.DTYPE_F32, moment_code
+    row.state_dtype = moment_code
     for field, tensor in (("grad", grad), ("param_copy", weights)):
         start = tensor.data_ptr() + piece.start * tensor.element_size()
         _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
@@ -243,6 +250,7 @@ class Beside(TierStep):
         super().begin()
         self._seen: dict[int, Taken] = {}
         self._on_tier.gradients.forget()
+        self._on_tier.take_back()
         #: The parameters of each subgroup whose gradients are there.
         self._ready: dict[int, list[int]] = {}
         self._options: dict[_Key, Any] = {}
@@ -292,6 +300,7 @@ class Beside(TierStep):
             self._see(number)
         self._ready[subgroup] = numbers
         if self.decision.steps_early:
+            self._on_tier.lend(numbers)
             self._send(subgroup, numbers, self._on_tier.gradients.fences(numbers))
 
     def _present(self, subgroup: int) -> list[int]:
@@ -327,7 +336,7 @@ class Beside(TierStep):
             options = self._on_tier.rounded(self._options[self._key(number)], pieces[number])
             _put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
             firsts.append(pieces[number].first)
-            held += [grad, weights, options]
+            held += [grad, weights, options, *self._on_tier.complete_apart(row, pieces[number])]
         held += [rows, firsts]
         table = ctypes.addressof(rows), firsts.buffer_info()[0]
         self.submit(subgroup, events, update.submit_table, subgroup, *table, len(numbers), held)
@@ -343,7 +352,7 @@ class Beside(TierStep):
         options = {key[:2]: own for key, own in rows.options.items()}
         factors = {own.grad_scale for own in options.values()}
         written = self._on_tier.written()
-        stands = not self.decision.waits and not written and self._stands(options)
+        stands = not self.decision.waits and not written and self._stands(options) and self._on_tier.stands()
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
             self.decision.judge(in_vain=repeats)
@@ -360,6 +369,7 @@ class Beside(TierStep):
             self._options.setdefault(key, own)
         for number, taken in zip(rows.numbers, rows.taken):
             self._seen.setdefault(number, taken)
+        self._on_tier.lend(rows.numbers, wait=True)
         for subgroup in range(len(self._on_tier.layout.of_subgroup)):
             if subgroup not in self.submitted:
                 self._send(subgroup, self._present(subgroup))
@@ -379,6 +389,7 @@ class Beside(TierStep):
     def decide(self, rows: TierTable, status: list[int]) -> None:
         """Makes a prepared step final, and waits for its end. Appends its status to `status`."""
         self._on_tier.weights.expect(rows.numbers, self._on_tier.layout.of_subgroup)
+        rows.was_beside = True
         self.conclude(self._factor, self._on_tier.weights, status)
 
     def stepped(self) -> None:

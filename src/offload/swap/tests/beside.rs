@@ -43,7 +43,7 @@ impl Reference {
         use crate::kernel::Arithmetic;
         self.steps += 1;
         for (subgroup, state) in self.states.iter_mut().enumerate() {
-            with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq }| {
+            with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq, .. }| {
                 let grad = grads(subgroup, self.steps, param.len());
                 let (param, grad) = (FloatsMut::F32(param), Floats::Bf16(&grad));
                 let tensor = adam::tensor_of(param, [exp_avg, exp_avg_sq], grad, None).unwrap();
@@ -68,18 +68,19 @@ fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part
         first: 0,
         grad: Floats::Bf16(lent(grads(subgroup, step, before.len()))),
         copy: split.then(|| FloatsMut::Bf16(lent(vec![bf16::ZERO; before.len()]))),
-        weights: split.then(|| &*lent(weights())),
+        weights: split.then(|| Floats::Bf16(lent(weights()))),
+        sums: None,
         rule: rule(usual.moments, step),
         number: 0,
     };
-    part.check(usual.moments).unwrap();
+    part.check(usual).unwrap();
     match (before.len(), part.grad) {
         (0, _) => Vec::new(),
         (2.., Floats::Bf16(grad)) if !split && usual.moments != Moments::F32 => {
             let cut = grad.len() / 3;
             let cut = if usual.moments == Moments::Codes { cut - cut % BLOCK } else { cut };
             let (left, right) = grad.split_at(cut);
-            let other = Part { grad: Floats::Bf16(left), copy: None, ..part };
+            let other = Part { grad: Floats::Bf16(left), copy: None, sums: None, ..part };
             let first = left.len();
             vec![other, Part { first, grad: Floats::Bf16(right), copy: None, number: first as u64, ..part }]
         }

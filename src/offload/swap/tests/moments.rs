@@ -47,12 +47,16 @@ fn a_run_with_narrow_moments_has_the_bits_of_a_run_in_memory() {
 }
 
 #[test]
-fn a_tier_with_moments_of_another_type_is_refused_with_both_names_and_left_as_it_was() {
+fn a_tier_with_states_of_another_type_is_refused_with_names_and_left_as_it_was() {
     for (usual, other, names) in [
         (BF16, Encoding::FULL, ["ask for f32", "stored with bf16"]),
         (Encoding::SPLIT, BF16, ["ask for bf16", "stored with f32"]),
         (CODES, BF16, ["ask for bf16", "stored with 8-bit"]),
         (BF16, CODES_SPLIT, ["ask for 8-bit", "stored with bf16"]),
+        (LOW, Encoding::FULL, ["stored with low bits of master", "open it with low bits of master"]),
+        (LOW, Encoding::SPLIT, ["subgroup 0 is stored with", "low bits of master"]),
+        (Encoding::FULL, LOW, ["stored with full master", "open it with full master"]),
+        (Encoding::SPLIT, LOW, ["stored with split master", "open it with split master"]),
     ] {
         let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
         let open = |usual| Swap::open(Arc::clone(&tier), &options_of(usual, 4));
@@ -112,8 +116,8 @@ fn stepped(usual: Encoding, rule: AdamRule, numbers: &[(u64, usize)]) -> Everyth
     let (grad, mut parts, mut first) = (grads(0, 1, elements), Parts::new(1).unwrap(), 0);
     for (number, elements) in numbers {
         let grad = Floats::Bf16(&grad[first..][..*elements]);
-        let part = Part { first, grad, copy: None, weights: None, rule, number: *number };
-        part.check(usual.usual.moments).unwrap();
+        let part = Part { first, grad, copy: None, weights: None, sums: None, rule, number: *number };
+        part.check(usual.usual).unwrap();
         parts.push(0, part);
         first += elements;
     }
@@ -145,9 +149,10 @@ fn random_bits_are_those_of_the_element_in_its_parameter() {
         assert!(!same_bits(&one, &other));
     }
     let grad = [bf16::ONE];
-    let part = Part { first: 0, grad: Floats::Bf16(&grad), copy: None, weights: None, rule, number: 0 };
-    part.check(Moments::Bf16).unwrap();
-    assert!(part.check(Moments::F32).unwrap_err().to_string().contains("stochastic rounding"));
+    let part =
+        Part { first: 0, grad: Floats::Bf16(&grad), copy: None, weights: None, sums: None, rule, number: 0 };
+    part.check(BF16).unwrap();
+    assert!(part.check(Encoding::FULL).unwrap_err().to_string().contains("stochastic rounding"));
 }
 
 /// Blocks without a part keep their codes, and a part that begins within a block is refused.
@@ -161,6 +166,7 @@ fn parts_of_codes_begin_with_a_block() {
             subgroup,
             SubgroupState {
                 param: &mut *state.param,
+                low: &mut [],
                 exp_avg: state.exp_avg.reborrow(),
                 exp_avg_sq: state.exp_avg_sq.reborrow(),
             },
@@ -173,11 +179,11 @@ fn parts_of_codes_begin_with_a_block() {
     let grad = grads(0, 1, 400);
     let part = |first: usize, elements: usize| {
         let grad = Floats::Bf16(&grad[first..][..elements]);
-        Part { first, grad, copy: None, weights: None, rule, number: 0 }
+        Part { first, grad, copy: None, weights: None, sums: None, rule, number: 0 }
     };
     let mut parts = Parts::new(1).unwrap();
     for (first, elements) in [(32, 5), (64, 1), (96, 33), (160, 32), (192, 64), (288, 112)] {
-        part(first, elements).check(Moments::Codes).unwrap();
+        part(first, elements).check(CODES).unwrap();
         parts.push(0, part(first, elements));
     }
     swap.adam_step(parts, false, &mut |_, _| Ok(())).unwrap();
@@ -192,8 +198,8 @@ fn parts_of_codes_begin_with_a_block() {
         }
     }
     for first in [1, 16, 33] {
-        let error = part(first, 5).check(Moments::Codes).unwrap_err().to_string();
+        let error = part(first, 5).check(CODES).unwrap_err().to_string();
         assert!(error.contains("multiple of 32"), "{error}");
-        part(first, 5).check(Moments::Bf16).unwrap();
+        part(first, 5).check(BF16).unwrap();
     }
 }

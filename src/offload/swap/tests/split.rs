@@ -11,8 +11,8 @@ pub(super) type Weights = Vec<Vec<bf16>>;
 
 /// Subgroup 4 starts with masters that do not fit any exception table.
 fn start(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
-    let SubgroupState { param, exp_avg, exp_avg_sq } = state;
-    first_state(subgroup, SubgroupState { param: &mut *param, exp_avg, exp_avg_sq })?;
+    let SubgroupState { param, exp_avg, exp_avg_sq, .. } = state;
+    first_state(subgroup, SubgroupState { param: &mut *param, low: &mut [], exp_avg, exp_avg_sq })?;
     if subgroup == 4 {
         param.fill(f32::from_bits(0x3f81_8000));
     }

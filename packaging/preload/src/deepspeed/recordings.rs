@@ -31,7 +31,7 @@ struct Table {
 }
 
 /// `spw_undo_mode`: differences of the bits.
-const DELTA: u32 = 1;
+const DELTA: u32 = 0;
 
 static TABLE: Mutex<Table> = Mutex::new(Table { recordings: BTreeMap::new(), rolled_back: BTreeSet::new() });
 /// Whether the table may have an entry: steps without rollbacks take no lock.

@@ -282,7 +282,7 @@ class LastStep(Recorded, _NativeHandle):
         super().__init__(table)
         self._c_name = c_name
         options: Any = _abi.sized(_abi.UndoOptions)
-        options.mode, options.tensors = 1, len(table.places)
+        options.mode, options.tensors = _abi.UNDO_MODE_DELTA, len(table.places)
         options.elements = sum(entry.n for entry in table.entries)
         self._hold("spw_undo_open", ctypes.byref(options))
 

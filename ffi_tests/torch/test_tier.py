@@ -93,6 +93,22 @@ def test_the_host_memory_holds(tmp_path):
     assert own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), host_memory=8 << 20).resumed_step == 2
 
 
+def test_the_memory_is_told_by_kind(tmp_path):
+    params = [torch.nn.Parameter(torch.randn(1000, 40).to(torch.bfloat16)) for _ in range(3)]
+    in_memory = own.AdamW(params, master="f32", moment_dtype="bf16")
+    assert in_memory.memory() == ({"moments": 0, "masters": 0}, {"moments": 0, "masters": 0})
+    train(in_memory, params, range(1))
+    assert in_memory.memory().host == {"moments": 4 * 120_000, "masters": 4 * 120_000}
+    strided = [torch.nn.Parameter(torch.randn(40, 1000).t()), *params]
+    on_tier = own.AdamW(strided, tier=own.TierOptions(tmp_path, pin_memory=False))
+    buffers = on_tier._home.tiered.swap.budget.host_bytes
+    assert on_tier.memory() == ({"buffers": buffers, "copies": 0}, {})
+    train(on_tier, strided, range(1))
+    # The gradient is contiguous, and the new weights have other strides.
+    assert on_tier.memory().host == {"buffers": buffers, "copies": 4 * 40_000}
+    on_tier.close()
+
+
 def test_auto_caches_what_half_of_the_memory_left_for_this_rank_holds(tmp_path, monkeypatch):
     params = [torch.nn.Parameter(torch.randn(300_000)) for _ in range(3)]
     where = own.TierOptions(tmp_path, pin_memory=False, part_elements=20_000)

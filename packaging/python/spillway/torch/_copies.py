@@ -279,6 +279,10 @@ class Gradients:
         for fence in self.fences(self.taken):
             fence.synchronize()
 
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
     def forget(self) -> None:
         """The library uses no gradient any more."""
         self.taken = {}
@@ -303,6 +307,10 @@ class Weights:
         self._targets: dict[int, tuple[torch.Tensor, Any]] = {}
         self._left: dict[int, list[Any]] = {}
         self._returning: list[Any] = []
+
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def of(self, number: int) -> torch.Tensor:
         """Memory for the new weights of a parameter."""

@@ -33,6 +33,8 @@ from ._codes import blocks_of, check_codes, is_scales
 from ._foreign import as_torchs
 from ._low_bits import Aside, Note, first_note, put_back, zero_stale, zero_stale_aside
 from ._norm import part_of
+from ._offload.memory import Memory as MemoryBytes
+from ._offload.memory import of_states
 from ._states import LOW, MASTER, MOMENTS, Precision, check_masters, check_steps, join, master_of, with_values
 from ._table import Table
 from ._tensors import (
@@ -85,6 +87,10 @@ class Home:
     def facts(self) -> dict[str, Any]:
         """Keywords of the optimizer that only this home knows, for its repr."""
         return {}
+
+    def memory(self, states: Any) -> MemoryBytes:
+        """Bytes of the states now, by kind."""
+        raise NotImplementedError
 
     def check_undo(self) -> None:
         """Raises UnsupportedError if steps cannot be recorded for a rollback."""
@@ -342,6 +348,10 @@ class Memory(Home):
         if self._figures is None:
             self._figures = Figures(self.name, self, Memory._told)
         self._figures.stepped(begun)
+
+    def memory(self, states: Any) -> MemoryBytes:
+        """As of the base."""
+        return of_states(states.values())
 
     def _told(self) -> dict[str, Any]:
         """The figures that are published. States are in the table of the last step, and are counted once for each table."""

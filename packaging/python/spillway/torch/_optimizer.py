@@ -27,6 +27,7 @@ from . import _norm
 from ._home import Home, Memory
 from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
 from ._loading import before_loading
+from ._offload.memory import Memory as MemoryBytes
 from ._states import Precision, check_masters
 from ._table import named
 from ._tensors import check_has_memory, lasting, local, without_gradients
@@ -369,6 +370,12 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         check_masters(self.state.get(param) or {}, f"the parameter of {type(self).__name__}.master")
         home = self._home
         return home.alone(lambda: home.master(param, self.state))
+
+    @of_itself
+    def memory(self) -> MemoryBytes:
+        """Bytes of the states in host memory and on devices now, by kind. With `tier`: those of the buffers through which states move, and
+        of copies of gradients and weights."""
+        return self._home.memory(self.state)
 
     @overload
     def commit(self, step: int | None = ..., payload: bytes = ..., wait: Literal[True] = ...) -> None: ...

@@ -33,6 +33,7 @@ from ._foreign import as_torchs
 from ._given import Given
 from ._home import ByTorch, Call, Home
 from ._layout import Piece
+from ._offload.memory import Memory as MemoryBytes
 from ._states import LOW, MASTER, MOMENTS, Precision, check_not_split, check_steps
 from ._tensors import apart, has_memory, like, local
 from ._tier_split import SplitStates, low_of_numbers
@@ -105,6 +106,11 @@ class TierHome(Home):
     def facts(self) -> dict[str, Any]:
         """As of the base."""
         return {**self._asked, "closed": True} if self.tiered.closed else self._asked
+
+    def memory(self, states: Any) -> MemoryBytes:
+        """As of the base."""
+        on_tier = self.on_tier
+        return MemoryBytes({"buffers": on_tier.tiered.swap.budget.host_bytes, "copies": on_tier.copied_bytes()}, {})
 
     def check_undo(self) -> None:
         """As of the base."""

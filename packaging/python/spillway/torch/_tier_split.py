@@ -182,6 +182,10 @@ class SplitStates(TierStates):
         self.gradients.wait()
         return all(torch.equal(_bits(copy), _bits(local(self.params[number]).detach().cpu())) for number, copy in self._lent.items())
 
+    def copied_bytes(self) -> int:
+        """As of the base."""
+        return super().copied_bytes() + self._copies.nbytes()
+
     def take_back(self) -> None:
         """Nothing is lent."""
         self._lent.clear()

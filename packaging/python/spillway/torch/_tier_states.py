@@ -317,6 +317,10 @@ class TierStates:
                 "state dict"
             )
 
+    def copied_bytes(self) -> int:
+        """Bytes of the copies of gradients and weights that the library cannot use where they are."""
+        return self.gradients.nbytes() + self.weights.nbytes()
+
     @property
     def state_dicts(self) -> str | None:
         """The directory of the values of state dicts; None: they are in memory, because all paths are object stores or memory."""

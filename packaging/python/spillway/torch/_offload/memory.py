@@ -9,7 +9,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from .._states import Precision, kind_of
-from .._tensors import local
+from .._tensors import has_memory, local
 from .slot import Slot, elements_of, state_dtypes
 
 _KINDS = ("gradients", "weights", "moments", "masters")
@@ -19,8 +19,8 @@ class Memory(NamedTuple):
     """Bytes by kind, without the log of a step that has no verdict, and without parameters and their gradients on a device.
 
     Attributes:
-        host: "gradients", "weights", "moments", "masters".
-        device: "second copies" of weights, and "moments" and "masters" of the tail."""
+        host: "gradients", "weights", "moments", "masters"; with a tier "buffers" of states, and "copies" of gradients and weights.
+        device: "moments" and "masters", with offload() those of the tail; "second copies" of weights."""
 
     host: dict[str, int]
     device: dict[str, int]
@@ -60,6 +60,17 @@ def check_fits(params: Sequence[torch.Tensor], precision: Precision, limit: int)
         f"offload: the parameters need {_size(total)} of host memory ({told}), and host_memory is {_size(limit)}; nothing was allocated. "
         f"{cure}"
     )
+
+
+def of_states(states: Iterable[dict[str, Any]]) -> Memory:
+    """The memory of states of parameters."""
+    host, device = dict.fromkeys(_KINDS[2:], 0), dict.fromkeys(_KINDS[2:], 0)
+    for state in states:
+        for name, part in state.items():
+            if name != "step" and isinstance(part, torch.Tensor) and has_memory(own := local(part)):
+                where = host if own.is_cpu else device
+                where[kind_of(name)] += own.nbytes
+    return Memory(host, device)
 
 
 def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:

@@ -191,7 +191,7 @@ template <class T>
 constexpr std::uint32_t dtype_of() {
     using U = std::remove_cv_t<T>;
     static_assert(std::is_same_v<U, float> || std::is_same_v<U, f16> || std::is_same_v<U, bf16>,
-                  "elements are float, spillway::f16 or spillway::bf16");
+                  "elements are float, spillway::f16 or spillway::bf16; 8-bit moments are spillway::coded_moment");
     return std::is_same_v<U, float> ? SPW_DTYPE_F32 : std::is_same_v<U, f16> ? SPW_DTYPE_F16 : SPW_DTYPE_BF16;
 }
 
@@ -251,6 +251,36 @@ spw_tensor tensor(P &&param, const G &grad, M &&exp_avg, V &&exp_avg_sq, C &&cop
     }
     result.copy_dtype = dtype_of<std::remove_pointer_t<decltype(c.data())>>();
     result.param_copy = c.data();
+    return result;
+}
+
+// An 8-bit moment: a code for each element, and a bf16 scale for each 32. Zeros are a moment of zeros.
+struct coded_moment {
+    span<std::uint8_t> codes;
+    span<std::uint16_t> scales;
+};
+
+// One tensor of a step with 8-bit moments.
+template <class P, class G>
+spw_tensor tensor(P &&param, const G &grad, coded_moment exp_avg, coded_moment exp_avg_sq) {
+    auto p = span(param);
+    auto g = span(grad);
+    for (const coded_moment &moment : {exp_avg, exp_avg_sq}) {
+        if (moment.codes.size() != p.size() || moment.scales.size() != (p.size() + 31) / 32 || g.size() != p.size()) {
+            throw std::length_error("spillway::tensor: arrays of different lengths, or a moment without a scale for each 32 codes");
+        }
+    }
+    auto result = make<spw_tensor>();
+    result.n = p.size();
+    result.param_dtype = dtype_of<std::remove_pointer_t<decltype(p.data())>>();
+    result.grad_dtype = dtype_of<std::remove_pointer_t<decltype(g.data())>>();
+    result.state_dtype = SPW_DTYPE_CODES;
+    result.param = p.data();
+    result.grad = g.data();
+    result.exp_avg = exp_avg.codes.data();
+    result.exp_avg_scale = exp_avg.scales.data();
+    result.exp_avg_sq = exp_avg_sq.codes.data();
+    result.exp_avg_sq_scale = exp_avg_sq.scales.data();
     return result;
 }
 

@@ -117,6 +117,20 @@ static void steps() {
     CHECK(too_long([&] { spillway::codes_read(SPW_MOMENT_FIRST, read, of, spillway::span(back.data(), 32)); }));
 }
 
+static void coded_steps() {
+    // A step of 8-bit moments from zeros moves each parameter by the learning rate.
+    std::vector<float> param(33), grad(33, 0.5f);
+    std::vector<std::uint8_t> first(33), second(33);
+    std::vector<std::uint16_t> first_scales(2), second_scales(2);
+    auto options = spillway::make<spw_adam_options>();
+    options.lr = 0.25;
+    const spillway::coded_moment exp_avg{first, first_scales}, exp_avg_sq{second, second_scales};
+    spillway::adam_step(options, spillway::tensor(param, grad, exp_avg, exp_avg_sq));
+    CHECK(param[0] < -0.2499f && param[0] > -0.2501f && param[32] == param[0] && first[32] != 0 && second_scales[1] != 0);
+    const spillway::coded_moment short_scales{second, {second_scales.data(), 1}};
+    CHECK(too_long([&] { (void)spillway::tensor(param, grad, exp_avg, short_scales); }));
+}
+
 // A recording rolls back bit for bit, and moves with its owner.
 static void undo() {
     std::vector<float> param(500, 2.0f), grad(500, 0.25f), exp_avg(500), exp_avg_sq(500);
@@ -300,6 +314,7 @@ static void devices() {
 int main() {
     spillway::check_library();
     steps();
+    coded_steps();
     undo();
     files();
     tier();

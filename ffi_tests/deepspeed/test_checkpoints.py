@@ -1,11 +1,11 @@
 """Proves what happens to checkpoints around a tier. They have the format of a run with states in host memory. A relative nvme_path stays
-where it was when the program changes its directory. A checkpoint of DeepSpeed's own swapper is an error that says what to do. Checkpoints
-in torch's old format load too."""
+where it was when the program changes its directory. A checkpoint of DeepSpeed's own swapper goes on on a tier with the same bits.
+Checkpoints in torch's old format load too."""
 
 import pathlib
 
 SCRIPT = """
-import glob, logging, os, sys, zipfile
+import glob, logging, os, shutil, sys, zipfile
 import train
 train.become_single_rank()
 import deepspeed, torch
@@ -40,11 +40,29 @@ for name in ("tier", "host"):
     for file in files:
         torch.load(file, mmap=True, weights_only=False)
 tier = engines["tier"]
+for _ in range(2):
+    step(engines["swapper"])
+engines["swapper"].save_checkpoint("swapper", tag="later")
+tier.load_checkpoint("swapper", tag="later")
+
+
+def weights(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+for _ in range(2):
+    print("same", tier.global_steps, all(map(torch.equal, weights(tier), weights(engines["swapper"]))))
+    step(tier)
+    step(engines["swapper"])
 before = tier.optimizer.optimizer_swapper.steps[:]
-try:
-    tier.load_checkpoint("swapper", tag="t")
-except ValueError as error:
-    print("refused:", error)
+largest = max(glob.glob("swapper/later/offloaded_tensors/*/exp_avg-*"), key=os.path.getsize)
+for change in (lambda: os.truncate(largest, 1000), lambda: shutil.rmtree("swapper/later/offloaded_tensors")):
+    change()
+    try:
+        tier.load_checkpoint("swapper", tag="later")
+    except ValueError as error:
+        print("refused:", error)
 try:
     tier.optimizer._load_universal_checkpoint("universal", True, False)
 except ValueError as error:
@@ -58,7 +76,7 @@ for name in ("tier", "host"):
     except ValueError as error:
         print("refused:", error)
 step(engines["swapper"])
-print("swapper goes on", engines["swapper"].global_steps)
+print("swapper goes on", engines["swapper"].global_steps, all(map(torch.equal, weights(tier), weights(engines["swapper"]))))
 os.mkdir("resumed")
 logging.getLogger("spillway").addHandler(logging.StreamHandler(sys.stdout))
 for _ in range(2):
@@ -71,8 +89,11 @@ for _ in range(2):
 def test_checkpoints_around_a_tier(run_forked):
     out = run_forked(SCRIPT, pathlib.Path(__file__).parent)
     assert "tier [True, True]" in out and "host [True, True]" in out
-    assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper" in out and "goes on 2" in out
-    assert out.count("/t has no swap files, which DeepSpeed's NVMe swapper loads") == 2 and "swapper goes on 2" in out
+    assert "same 3 True" in out and "same 4 True" in out
+    assert "tensor.swp has 1000 bytes, and 1048576 are needed" in out
+    assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper, and its directory has no copies" in out
+    assert "\ngoes on 4\n" in out
+    assert out.count("/t has no swap files, which DeepSpeed's NVMe swapper loads") == 2 and "swapper goes on 6 True" in out
     assert out.count("the job 'again' goes on at step 1, with the states on ") == 1
     assert "refused: the universal checkpoint lacks universal/zero/optimizer_state.pt, and 3 more files that this model needs" in out
 

@@ -332,6 +332,20 @@ def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_calle
     assert load(engine, "folder") == ("checkpoint", {}) and len(made) == commits
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_deepspeeds_own_swapper_goes_on_on_a_tier(train, paths, tmp_path, both, ranks):
+    """Large sub-groups are copies of swap files in it, small ones are in the checkpoint itself."""
+    large = ["--dim", "512", "--layers", "1", "--steps", "4", "--sub_group", 1 << 20, "--seed-each-step"]
+    further = both if ranks == 2 else {}
+    save = ["--save", tmp_path / "own", "--save_at", 2]
+    own = train("--paths", paths[0], "--block", '{"enabled": false}', *large, *save, **further)
+    assert {folder.name for folder in (tmp_path / "own").glob("*/offloaded_tensors/rank*")} == {f"rank{rank:02}" for rank in range(ranks)}
+    assert list((tmp_path / "own").glob("*/offloaded_tensors/rank00/exp_avg_sq-*.tensor.swp"))
+    for block in ('{"part_elements": 100000}', SPLIT):
+        found = train("--paths", *paths, "--block", block, *large, "--load", tmp_path / "own", **further)
+        assert found["began_at"] == 2 and (found["sha256"], found["published"]) == (own["sha256"], own["published"])
+
+
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     """All four conversions from one kind of run to the other give the same bits after the load."""
     on_tier = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)

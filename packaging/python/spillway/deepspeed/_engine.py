@@ -9,7 +9,7 @@ import time
 from .. import _ranks
 from .._live.publisher import Figures
 from ..errors import InvalidArgumentError
-from . import _checkpoints, _lifetime, _stage3_methods, _versions
+from . import _checkpoints, _lifetime, _stage3_methods, _swap_files, _versions
 from ._engine_state import commit, groups, restore
 
 _FIGURES = "_spillway_figures"
@@ -81,7 +81,7 @@ def _load_checkpoint(own, engine, *arguments, **named):
         raise
     finally:
         if swapper is not None:
-            swapper.found = None
+            swapper.found = swapper.swap_files = None
     # Commit the loaded state before training reaches a step number that was committed before; not if the caller
     # commits.
     if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
@@ -103,6 +103,7 @@ def _load_files(
 ):
     swapper = _stage3_methods.tiered(engine.optimizer)
     if swapper is not None and not (load_module_only and load_optimizer_states) and not engine.load_universal_checkpoint():
+        swapper.swap_files = _swap_files.of_rank(engine, os.path.join(load_dir, str(tag)))
         # Before DeepSpeed changes anything.
         _find_snapshot(engine, swapper, load_dir, str(tag))
         # Without the states, DeepSpeed would look for the masters in the optimizer's file.
@@ -123,7 +124,7 @@ def _load_files(
 
 def _check_swap_files(folder):
     """Raises InvalidArgumentError if DeepSpeed's NVMe swapper has nothing to load from a checkpoint."""
-    if os.path.isdir(folder) and not os.path.isdir(os.path.join(folder, "offloaded_tensors")):
+    if os.path.isdir(folder) and not os.path.isdir(os.path.join(folder, _swap_files.FOLDER)):
         raise InvalidArgumentError(
             f"{folder} has no swap files, which DeepSpeed's NVMe swapper loads: it was saved with states on a tier, or in host memory. "
             'Load it with "offload_optimizer": {"device": "cpu"}, or on a tier: take "enabled": false out of the block; nothing was loaded'

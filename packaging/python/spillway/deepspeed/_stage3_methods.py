@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
-from . import _checkpoints, _lifetime, _stage3, _versions
+from . import _checkpoints, _lifetime, _stage3, _swap_files, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -240,8 +240,11 @@ def _checkpointing(stage3):
                     "tier, and save it there without snapshot_checkpoints"
                 )
             return own_load(self, state_dict, load_optimizer_states)
+        masters, states = None, None
         if not in_snapshot:
-            _check_masters(swapper, state_dict["fp32_flat_groups"], _order(self))
+            saved_states = state_dict["optimizer_state_dict"]["state"] if load_optimizer_states else {}
+            masters, states = _swap_files.taken_over(self, swapper, state_dict["fp32_flat_groups"], saved_states, _order(self))
+            _check_masters(swapper, masters, _order(self))
         self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
@@ -249,7 +252,7 @@ def _checkpointing(stage3):
             group.update({name: value for name, value in before.items() if name != "params"})
 
         def take():
-            _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+            _take_over(swapper, masters, states, _order(self))
             swapper.publish_all()
 
         if in_snapshot:
@@ -293,7 +296,7 @@ def _order(stage3):
 
 def _check_masters(swapper, masters, order):
     """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe
-    swapper has empty ones: its states are in copies of swap files."""
+    swapper has empty ones where its swap files are missing."""
     if len(masters) != len(order):
         raise InvalidArgumentError(
             f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
@@ -301,9 +304,8 @@ def _check_masters(swapper, masters, order):
         )
     if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
         raise InvalidArgumentError(
-            "the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
-            'below offloaded_tensors, which the tier does not read. Load it in a run with "enabled": false in '
-            "the spillway block; save_16bit_model() there writes weights from which a new run can start"
+            "the checkpoint was saved with DeepSpeed's own NVMe swapper, and its directory has no copies of the swap files, which belong "
+            "below offloaded_tensors; copy them there, or load another tag"
         )
     found, wanted = [master.numel() for master in masters], [swapper.elements[index] for index in order]
     if found != wanted:

@@ -73,8 +73,8 @@ class TierSwapper:
         self.host_weights = _stage3.HostWeights(stage3)
         if settings.snapshot_checkpoints:
             self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second)
-        #: The snapshot of the checkpoint that is loaded.
-        self.found = None
+        #: The snapshot of the checkpoint that is loaded, and where that has swap files of DeepSpeed's own swapper.
+        self.found, self.swap_files = None, None
         if settings.overlap:
             self.overlap = Overlap(self, stage3)
         if self.resumed and settings.split_master:

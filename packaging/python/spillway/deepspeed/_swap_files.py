@@ -1,0 +1,72 @@
+"""Checkpoints of DeepSpeed's own NVMe swapper, whose optimizer states are copies of its swap files. A run on a tier takes them over.
+
+Below `TAG/offloaded_tensors/rankN` a sub-group has the files `ID.tensor.swp`, `exp_avg-ID.tensor.swp` and `exp_avg_sq-ID.tensor.swp`, where
+ID names its first and last parameter. A file has the float32 values, and bytes up to the swapper's alignment. The checkpoint itself has
+empty tensors in their place; small sub-groups are not swapped, and are in it."""
+
+import os
+import re
+
+import torch
+
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..swap import STATES
+
+FOLDER = "offloaded_tensors"
+#: The file of the masters of a sub-group.
+_MASTER = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
+
+
+def of_rank(engine, folder):
+    """The directory of this rank's swap files in a checkpoint."""
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return os.path.join(folder, FOLDER, f"rank{rank:0>2d}")
+
+
+def taken_over(stage3, swapper, masters, states, order):
+    """Masters and states of a checkpoint, with those of swap files mapped into memory; the same ones if none is in a file.
+
+    Raises:
+        InvalidArgumentError: A file is missing or too short.
+        UnsupportedError: The swap files have masters of 16 bits."""
+    swapped = [place for place, index in enumerate(order) if swapper.elements[index] and not masters[place].numel()]
+    if not swapped or swapper.swap_files is None or not os.path.isdir(swapper.swap_files):
+        return masters, states
+    if getattr(stage3, "fp16_master_weights_and_gradients", False):
+        raise UnsupportedError("swap files with 16-bit masters are not read; save the checkpoint with float32 masters")
+    masters, states = [*masters], dict(states)
+    names = _names(swapper.swap_files, {place: stage3.fp16_partitioned_groups_flat_id[order[place]] for place in swapped})
+    for place, name in names.items():
+        count = swapper.elements[order[place]]
+        masters[place] = _values(swapper.swap_files, name, count)
+        state = states[place] = dict(states.get(place, {}))
+        for moment in STATES[1:]:
+            if isinstance(value := state.get(moment), torch.Tensor) and not value.numel():
+                state[moment] = _values(swapper.swap_files, f"{moment}-{name}", count)
+    return masters, states
+
+
+def _names(folder, ids):
+    """The ID in the files of each place. Numbers of parameters count all models of a process: another run has the same ones in the same
+    order, perhaps from another number on."""
+    ranges = {place: (own[0], own[-1]) for place, own in ids.items()}
+    found = sorted((int(match[1]), int(match[2])) for file in os.listdir(folder) if (match := _MASTER.fullmatch(file)))
+    if not set(ranges.values()) <= set(found):
+        if len(found) != len(ranges):
+            raise InvalidArgumentError(
+                f"{folder} has swap files of {len(found)} sub-groups, and this run has {len(ranges)} in their place; use the model, the "
+                "sub_group_size and the number of ranks of the run that saved the checkpoint"
+            )
+        ranges = dict(zip(sorted(ranges, key=ranges.__getitem__), found))
+    return {place: f"{first}_{last}" for place, (first, last) in ranges.items()}
+
+
+def _values(folder, name, count):
+    file = os.path.join(folder, f"{name}.tensor.swp")
+    size = os.path.getsize(file) if os.path.exists(file) else 0
+    if size < 4 * count:
+        raise InvalidArgumentError(
+            f"{file} has {size} bytes, and {4 * count} are needed: the checkpoint of DeepSpeed's NVMe swapper is not whole, or of another "
+            "model, sub_group_size or number of ranks; load another tag"
+        )
+    return torch.from_file(file, shared=False, size=count, dtype=torch.float32)

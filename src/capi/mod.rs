@@ -133,7 +133,7 @@ mod tests {
         let names: Vec<&str> = others.map(|one| one.name).collect();
         let optimizers = ["spw_adam_options", "spw_adagrad_options", "spw_lion_options"];
         assert_eq!(names[..3], optimizers);
-        assert_eq!(names[3..], ["spw_spec_options", "spw_ds_adam_call", "spw_stage_options"]);
+        assert_eq!(names[3..], ["spw_ds_adam_call"]);
     }
 
     #[test]

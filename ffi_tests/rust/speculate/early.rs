@@ -47,7 +47,7 @@ fn the_early_decision_spares_most_of_what_would_be_taken_back() {
 /// finishes before the next one arrives, unless `burst`: then all arrive at once.
 fn replay(norms: &[Vec<f32>], max_norm: f64, burst: bool) -> spw_spec_stats {
     let buckets = norms[0].len();
-    let options = spw_spec_options { struct_size: 16, buckets: buckets as u32, undo_mode: 1, publish: 1 };
+    let options = spw_spec_options { struct_size: 16, buckets: buckets as u32, undo_mode: 0, publish: 1 };
     let mut spec = ptr::null_mut();
     let mut random = Random(1);
     // One element per bucket; its gradient is the norm.

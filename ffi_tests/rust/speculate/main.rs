@@ -90,7 +90,7 @@ impl Run {
         };
         let mut mine: Buckets = (0..buckets).map(|_| bucket(&mut random)).collect();
         let publish = random.below(3) as u32;
-        let undo_mode = 1 + random.below(2) as u32;
+        let undo_mode = 2 * random.below(2) as u32;
         let options = spw_spec_options { struct_size: 16, buckets, undo_mode, publish };
         let twin = mine.clone();
         for tensor in mine.iter_mut().flatten().filter(|_| undo_mode == 2) {

@@ -8,6 +8,7 @@ arguments, environment and output.
     forked.py DESCRIPTOR MODULE     serves a socket, after import_all() of a module"""
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -18,6 +19,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+
+#: The signal at which a run writes where its threads are.
+SHOW = signal.SIGXCPU
 
 
 class Starter:
@@ -53,7 +58,13 @@ class Starter:
     def run(self, command, environment, seconds, ranks=1):
         """Runs a script on the given number of ranks until all end, and returns the same result as subprocess.run."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            status = self._begin(command, environment, output.fileno(), errors.fileno(), ranks).wait(seconds)
+            begun = self._begin(command, environment, output.fileno(), errors.fileno(), ranks)
+            try:
+                status = begun.wait(seconds)
+            except subprocess.TimeoutExpired:
+                begun.show_threads()
+                errors.seek(0)
+                raise AssertionError(f"{command} has not ended within {seconds} s; its threads are at\n{errors.read()[-8000:]}") from None
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(command, status, output.read(), errors.read())
@@ -94,6 +105,13 @@ class Run:
             self.returncode = self._receive(seconds)
         return self.returncode
 
+    def show_threads(self):
+        """Has each rank write the calls of its threads to standard error."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SHOW)
+        time.sleep(2)
+
     def kill(self):
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
@@ -120,6 +138,7 @@ def main():
             import torch
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        faulthandler.register(SHOW, all_threads=True)
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
 

@@ -142,7 +142,7 @@ pub fn run(model: &Model, options: &Options, json: bool) -> Result<()> {
     }
 }
 
-/// The plan with a path that has room for everything, if without one nothing fits. Its speeds are of no account.
+/// The plan with a path that has room for everything, if without one nothing fits. It assumes 1 GB/s for this path.
 fn with_a_path(without: &Plan) -> Result<Option<Plan>> {
     if without.best.is_some() || !without.machine.paths.is_empty() {
         return Ok(None);

@@ -129,7 +129,7 @@ impl Copying {
         self.reached(self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes);
     }
 
-    /// Shows that so many bytes have passed.
+    /// Shows the number of bytes that have passed.
     pub fn reached(&self, passed: u64) {
         let speed = size((passed as f64 / self.began.elapsed().as_secs_f64().max(1e-3)) as u64);
         let percent = 100 * passed / self.bytes.max(1);

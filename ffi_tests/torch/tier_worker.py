@@ -1,7 +1,7 @@
 """A process of test_tier.py that trains with its states on a tier until it is killed.
 
 Arguments: TIER, the number of steps between commits, and "bf16" or "int8" for narrow moments that are rounded at random, "split" for
-split masters. "f32 beside" and so on: steps beside backward, with commits and snapshots that go on beside them."""
+split masters. The kinds that end with "beside" step during backward, with commits and snapshots in the background."""
 
 import pathlib
 import sys

@@ -53,7 +53,7 @@ class Figures:
         self._due = 0.0
 
     def stepped(self, begun: float, waited: float | None = None) -> None:
-        """A step has ended that began at this time.perf_counter(), and in which the program waited for so many seconds."""
+        """Counts a step that has ended. `begun`: its time.perf_counter() at the begin. `waited`: seconds in which the program waited."""
         now = time.perf_counter()
         self.last_seconds = 0.0
         self._add(now - begun, waited)

@@ -82,7 +82,7 @@ class TierSwapper:
         _swappers.add(self)
 
     def _tell_of_resume(self):
-        """A job that was meant to begin anew must not go on without notice."""
+        """Logs that the job resumes: its user may have meant a new job."""
         paths = ", ".join(str(path.directory) for path in self.settings.paths)
         _log.warning(
             'the job %r goes on at step %d, with the states on %s; another "job" in the spillway block begins anew',

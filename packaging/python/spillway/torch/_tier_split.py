@@ -122,13 +122,7 @@ class SplitStates(TierStates):
         if own.dtype is not torch.bfloat16 or not self.stated[self.numbers.get(id(param), 0)]:
             return own
         number = self.check(param, "the tensor")
-        low = torch.empty(own.shape, dtype=torch.int16, device="cpu")
-        for piece in self.layout.of_parameter[number]:
-            numbers = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
-            self.tiered.read(piece.subgroup, numbers)
-            part = numbers[piece.first : piece.first + piece.count]
-            low.view(-1)[piece.start : piece.start + piece.count] = low_of_numbers(part)
-        return join(own.cpu().contiguous(), self.settled(number, low))
+        return join(own.cpu().contiguous(), self.settled(number, low_of_numbers(self.read_masters(number))))
 
     def _is_split(self, number: int) -> bool:
         return self.stated[number] and self._master_key(self.params[number]) == LOW

@@ -484,14 +484,18 @@ class TierStates:
         if own.dtype is torch.float32 or not self.stated[self.numbers.get(id(param), 0)]:
             return own
         number = self.check(param, "the tensor")
-        master = torch.empty(own.shape, dtype=torch.float32, device="cpu")
+        return self.settled(number, self.read_masters(number))
+
+    # What the tier has of masters, as float32 numbers.
+
+    def read_masters(self, number: int) -> torch.Tensor:
+        """That of a parameter, in its shape."""
+        found = torch.empty(local(self.params[number]).shape, dtype=torch.float32, device="cpu")
         for piece in self.layout.of_parameter[number]:
             whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
             self.tiered.read(piece.subgroup, whole)
-            master.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
-        return self.settled(number, master)
-
-    # What the tier has of masters, as float32 numbers.
+            found.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
+        return found
 
     def first_masters(self, subgroup: int) -> torch.Tensor:
         """The masters of a subgroup that begins with the values of the parameters."""
@@ -511,7 +515,7 @@ class TierStates:
         """Writes into a row of C what else a step of the piece needs."""
         row.param_dtype = _abi.DTYPE_F32
 
-    # A step beside backward, which may be taken back.
+    # A step that runs during backward, and may be rolled back.
 
     def complete_apart(self, row: Any, piece: Piece) -> list[torch.Tensor]:
         """As complete(), for such a step. Returns what the row names."""

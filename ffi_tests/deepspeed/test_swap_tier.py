@@ -346,6 +346,15 @@ def test_a_checkpoint_of_deepspeeds_own_swapper_goes_on_on_a_tier(train, paths, 
         assert found["began_at"] == 2 and (found["sha256"], found["published"]) == (own["sha256"], own["published"])
 
 
+def test_a_swap_file_that_one_rank_lacks_is_an_error_of_all_ranks(train, paths, tmp_path, both):
+    large = ["--dim", "512", "--layers", "1", "--steps", "4", "--sub_group", 1 << 20, "--seed-each-step"]
+    train("--paths", paths[0], "--block", '{"enabled": false}', *large, "--save", tmp_path / "own", "--save_at", 2, **both)
+    next((tmp_path / "own").glob("*/offloaded_tensors/rank01/exp_avg_sq-*.tensor.swp")).unlink()
+    with pytest.raises(AssertionError) as failed:
+        train("--paths", *paths, "--block", SPLIT, *large, "--load", tmp_path / "own", **both)
+    assert "tensor.swp has 0 bytes" in str(failed.value) and "Connection closed" not in str(failed.value)
+
+
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     """All four conversions from one kind of run to the other give the same bits after the load."""
     on_tier = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)

@@ -243,8 +243,14 @@ def _checkpointing(stage3):
         masters, states = None, None
         if not in_snapshot:
             saved_states = state_dict["optimizer_state_dict"]["state"] if load_optimizer_states else {}
-            masters, states = _swap_files.taken_over(self, swapper, state_dict["fp32_flat_groups"], saved_states, _order(self))
-            _check_masters(swapper, masters, _order(self))
+
+            def checked():
+                found = _swap_files.taken_over(self, swapper, state_dict["fp32_flat_groups"], saved_states, _order(self))
+                _check_masters(swapper, found[0], _order(self))
+                return found
+
+            # What one rank lacks is an error of all, before any has changed a state.
+            masters, states = swapper.tiered.place.together(checked)
         self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}

@@ -359,6 +359,14 @@ inline std::vector<std::uint64_t> checksums(span<const void *const> data, span<c
     return sums;
 }
 
+// Copies pieces of memory by all threads: `bytes[i]` bytes from `from[i]` to `to[i]`.
+inline void copies(span<void *const> to, span<const void *const> from, span<const std::uint64_t> bytes) {
+    if (to.size() != from.size() || to.size() != bytes.size()) {
+        throw std::length_error("spillway::copies: arrays of different lengths");
+    }
+    check(spw_copies(to.data(), from.data(), bytes.data(), to.size()));
+}
+
 // Zeroes the low bits of what other code has written to split masters, as the next step would, and stores the sums.
 inline void low_bits_settle(span<const spw_tensor> tensors) {
     check(spw_low_bits_settle(tensors.data(), tensors.size()));

@@ -1,78 +1,99 @@
-// One process may load several copies of the library. Each copy has its own kernel, pool, ids and last error. Unloading
-// a copy that has workers does not disturb the others.
+// Build: forks
+// spw_copies: pieces of any length and alignment, sources that overlap, any number of threads, a forked child, and what the
+// function refuses.
 
-#include "check.h"
+#include "child.h"
 
-#include <dlfcn.h>
-#include <unistd.h>
+enum { PIECE = 256 << 10, LENGTH = 5 * PIECE + 777, MANY = 2000 };
 
-struct copy {
-    void *handle;
-    __typeof__(&spw_adam_step) step;
-    __typeof__(&spw_last_error) last_error;
-    __typeof__(&spw_ds_adam_create) create;
-    __typeof__(&spw_ds_adam_destroy) destroy;
-    __typeof__(&spw_set_threads) configure;
-};
+static unsigned char *from, *to;
+static void *targets[MANY];
+static const void *sources[MANY];
+static uint64_t bytes[MANY];
 
-static void copy_file(const char *from, const char *to) {
-    FILE *in = fopen(from, "rb"), *out = fopen(to, "wb");
-    CHECK(in != NULL && out != NULL);
-    static char block[1 << 16];
-    for (size_t got; (got = fread(block, 1, sizeof block, in)) > 0;) CHECK(fwrite(block, 1, got, out) == got);
-    CHECK(fclose(in) == 0 && fclose(out) == 0);
+static void clear(void) {
+    memset(to, 0xa5, LENGTH);
 }
 
-static struct copy load(const char *from, int number) {
-    char file[64];
-    snprintf(file, sizeof file, "./libcopy%d.so", number);
-    copy_file(from, file);
-    void *handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
-    if (handle == NULL) fail(__FILE__, __LINE__, "%s", dlerror());
-    struct copy copy = {.handle = handle};
-    copy.step = (__typeof__(copy.step))dlsym(handle, "spw_adam_step");
-    copy.last_error = (__typeof__(copy.last_error))dlsym(handle, "spw_last_error");
-    copy.create = (__typeof__(copy.create))dlsym(handle, "spw_ds_adam_create");
-    copy.destroy = (__typeof__(copy.destroy))dlsym(handle, "spw_ds_adam_destroy");
-    copy.configure = (__typeof__(copy.configure))dlsym(handle, "spw_set_threads");
-    CHECK(copy.step != NULL && copy.step != spw_adam_step);
-    CHECK(unlink(file) == 0);
-    return copy;
+// Byte `at` of the target is that of the source at `at + moved`.
+static void is_copied(size_t start, size_t end, long moved) {
+    CHECK(memcmp(to + start, from + (long)start + moved, end - start) == 0);
+}
+
+static void one_piece_of_any_length(void) {
+    const uint64_t lengths[] = {0, 1, 7, 64, 4097, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, LENGTH - 5};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        clear();
+        targets[0] = to + 3;
+        sources[0] = from + 5;
+        CHECK_OK(spw_copies(targets, sources, &lengths[i], 1));
+        is_copied(3, 3 + lengths[i], 2);
+        CHECK(to[2] == 0xa5 && to[3 + lengths[i]] == 0xa5);
+    }
+}
+
+// Pieces beside each other, some of no bytes; all read from the same place.
+static void prepare_many(void) {
+    size_t at = 0;
+    for (int i = 0; i < MANY; i++) {
+        bytes[i] = (uint64_t)i * (uint64_t)i % 1201;
+        targets[i] = bytes[i] > 0 ? to + at : NULL;
+        sources[i] = bytes[i] > 0 ? from + i % 7 : NULL;
+        at += bytes[i];
+    }
+    CHECK(at <= LENGTH);
+}
+
+static void many_pieces(void) {
+    clear();
+    CHECK_OK(spw_copies(targets, sources, bytes, MANY));
+    for (int i = 0; i < MANY; i++) {
+        CHECK(bytes[i] == 0 || memcmp(targets[i], sources[i], bytes[i]) == 0);
+    }
+}
+
+static void any_number_of_threads(void) {
+    for (uint32_t threads = 1; threads < 5; threads++) {
+        configure_threads(threads);
+        one_piece_of_any_length();
+        prepare_many();
+        many_pieces();
+    }
+    in_child(many_pieces, "copies in a child");
+    configure_threads(0);
+}
+
+static void refused(void) {
+    void *into[2] = {to, NULL};
+    const void *out_of[2] = {from, NULL};
+    uint64_t lengths[2] = {5, 0};
+    clear();
+    watch(to, LENGTH);
+    CHECK_OK(spw_copies(NULL, NULL, NULL, 0));
+    INVALID(spw_copies(NULL, out_of, lengths, 2), "to: is NULL");
+    INVALID(spw_copies(into, NULL, lengths, 2), "from: is NULL");
+    INVALID(spw_copies(into, out_of, NULL, 2), "bytes: is NULL");
+    lengths[1] = 3;
+    INVALID(spw_copies(into, out_of, lengths, 2), "to[1]: is NULL, but has 3 bytes");
+    into[1] = to + 100;
+    INVALID(spw_copies(into, out_of, lengths, 2), "from[1]: is NULL, but has 3 bytes");
+    out_of[1] = from;
+    const uint64_t beyond[] = {UINT64_MAX, UINT64_MAX / 2, (uint64_t)1 << 56};
+    for (int i = 0; i < 3; i++) {
+        lengths[1] = beyond[i];
+        INVALID(spw_copies(into, out_of, lengths, 2), "bytes[1]");
+    }
+    INVALID(spw_copies(into, out_of, lengths, UINT64_MAX), "to");
+    unwatch_all();
 }
 
 int main(void) {
-    Dl_info info;
-    CHECK(dladdr((void *)(uintptr_t)&spw_adam_step, &info) != 0);
-    struct problem expected = make_mixed(LARGE, 8);
-    const spw_adam_options options = adam_options();
-    const spw_thread_options two = {sizeof two, 2};
-    configure_threads(2);
-    CHECK_OK(spw_adam_step(&options, &expected.tensor, 1, NULL));
-
-    struct copy copies[3];
-    for (int i = 0; i < 3; i++) copies[i] = load(info.dli_fname, i);
-    CHECK_OK(spw_ds_adam_create(4, 0.9f, 0.999f, 1));
-    CHECK(copies[0].create(4, 0.9f, 0.999f, 1) == SPW_OK && copies[0].destroy(4) == SPW_OK);
-    CHECK(copies[0].destroy(4) == SPW_ERR_UNKNOWN_ID && copies[1].destroy(4) == SPW_ERR_UNKNOWN_ID);
-    CHECK(strlen(copies[1].last_error()) > 0 && strlen(copies[2].last_error()) == 0);
-    CHECK_OK(spw_ds_adam_destroy(4));
-
-    for (int round = 0; round < 3; round++) {
-        for (int i = 0; i < 3; i++) {
-            struct problem mine = make_mixed(LARGE, 8);
-            CHECK(copies[i].configure(&two) == SPW_OK);
-            CHECK(copies[i].step(&options, &mine.tensor, 1, NULL) == SPW_OK);
-            CHECK(same(&mine, &expected));
-            release(&mine);
-        }
-    }
-    // The workers of this copy sleep inside its code; they must be able to wake.
-    for (int i = 0; i < 2; i++) CHECK(dlclose(copies[i].handle) == 0);
-    usleep(50000);
-    struct problem mine = make_mixed(LARGE, 8);
-    CHECK(copies[2].step(&options, &mine.tensor, 1, NULL) == SPW_OK);
-    CHECK(same(&mine, &expected));
-    release(&mine);
-    release(&expected);
+    from = malloc(LENGTH), to = malloc(LENGTH);
+    CHECK(from != NULL && to != NULL);
+    uint64_t seed = 1;
+    for (size_t i = 0; i < LENGTH; i++) from[i] = (unsigned char)random_bits(&seed);
+    any_number_of_threads();
+    refused();
+    free(from), free(to);
     return 0;
 }

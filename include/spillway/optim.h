@@ -363,6 +363,14 @@ spw_status spw_checksums(const void *const *data,
                          uint64_t count,
                          uint64_t *sums_out);
 
+// Copies `count` pieces of host memory: `bytes[i]` bytes from `from[i]` to `to[i]`. Addresses may have any alignment, and
+// may be NULL if `bytes[i]` is 0. All threads of the library copy. Memory that is read may overlap; a piece that is
+// written overlaps no other piece of the call. After an error nothing is written.
+spw_status spw_copies(void *const *to,
+                      const void *const *from,
+                      const uint64_t *bytes,
+                      uint64_t count);
+
 // Does what the next step of `count` tensors with low_sums would do first: sets the low bits to zero whose elements
 // other code has written since the sums were stored, and stores the sums of the present elements. For callers that
 // read or save masters between steps. Of each tensor only n, param, param_dtype, param_low and low_sums are read; all of

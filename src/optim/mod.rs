@@ -6,6 +6,7 @@ pub mod adam;
 pub(crate) mod check;
 pub mod checksums;
 pub mod codes;
+pub mod copies;
 pub mod deepspeed;
 mod family;
 pub mod grad;

@@ -1345,6 +1345,7 @@ PROTOTYPES = {
     "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_checksums": (c_int32, [POINTER(c_void_p), address("bytes"), u64("count"), POINTER(c_uint64)]),
+    "spw_copies": (c_int32, [POINTER(c_void_p), POINTER(c_void_p), address("bytes"), u64("count")]),
     "spw_low_bits_settle": (c_int32, [address("tensors"), u64("count")]),
     "spw_codes_read": (c_int32, [u32("moment"), c_void_p, address("scales"), u64("n"), address("values")]),
     "spw_codes_write": (c_int32, [u32("moment"), address("values"), u64("n"), c_void_p, address("scales")]),

@@ -33,18 +33,36 @@ def facts_of(tensors: Sequence[Any]) -> Facts:
     import torch
 
     of = torch.Tensor
-    try:
-        versions = [*map(_version, tensors)]
-    except RuntimeError:
-        versions = [*map(version, tensors)]
     return (
         [*map(id, tensors)],
-        versions,
+        _versions(tensors),
         [*map(of.data_ptr, tensors)],
         [*map(_dtype, tensors)],
         [*map(of.numel, tensors)],
-        [*map(of.stride, tensors)],
+        _orders(tensors),
     )
+
+
+def _orders(tensors: Sequence[Any]) -> list[Any]:
+    """The order of each tensor's elements in its memory: True if it is contiguous, else its strides."""
+    import torch
+
+    found: list[Any] = [*map(torch.Tensor.is_contiguous, tensors)]
+    if not all(found):
+        found = [is_plain or tensor.stride() for is_plain, tensor in zip(found, tensors)]
+    return found
+
+
+def with_versions(known: Facts, tensors: Sequence[Any]) -> Facts:
+    """These facts with the present versions of the tensors: those after writes that change nothing else."""
+    return known[0], _versions(tensors), *known[2:]
+
+
+def _versions(tensors: Sequence[Any]) -> list[int]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [*map(version, tensors)]
 
 
 def differing(now: Facts, before: Facts) -> list[int]:

@@ -6,15 +6,18 @@ strides, as copies. A copy has the dtype of the gradient or the parameter. The m
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from .. import _native
 from .._written import changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
-from ._tensors import lasting, local, unused_bytes
+from ._tensors import lasting, local, properties_of, unused_bytes
 
 
 class HostLink:
@@ -178,8 +181,51 @@ class DeviceLink(HostLink):
         torch.accelerator.current_stream(self._device).wait_event(fence)
 
 
+class Pieces(list[torch.Tensor]):
+    """Contiguous tensors of the optimizer's own in host memory, which stay where they are. Copies between them and tensors of their kinds
+    are one call of the library, which touches none of the objects of these tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        super().__init__(tensors)
+        self._addresses, self._bytes = _addresses(self), array("Q", [tensor.nbytes for tensor in self])
+        self._fits = properties_of(self)
+        #: Addresses of memory whose pieces do not overlap.
+        self._apart: array[int] | None = None
+
+    def take(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Copies other tensors to these. False if that is not one call, and nothing was copied."""
+        if not self._fits(*sources):
+            return False
+        self._copy(self._addresses, _addresses(sources))
+        return True
+
+    def give(self, to: Sequence[torch.Tensor]) -> bool:
+        """Copies these to other tensors. False if that is not one call, and nothing was copied."""
+        if not self._fits(*to):
+            return False
+        addresses = _addresses(to)
+        if addresses != self._apart:
+            ends = sorted(zip(addresses, self._bytes))
+            if any(start + size > following for (start, size), (following, _) in zip(ends, ends[1:])):
+                return False
+            self._apart = addresses
+        self._copy(addresses, self._addresses)
+        return True
+
+    def _copy(self, to: array[int], sources: array[int]) -> None:
+        pointers = ctypes.c_void_p * len(self)
+        sizes = (ctypes.c_uint64 * len(self)).from_buffer(self._bytes)
+        _native.call("spw_copies", pointers.from_buffer(to), pointers.from_buffer(sources), sizes, len(self))
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> array[int]:
+    return array("Q", map(torch.Tensor.data_ptr, tensors))
+
+
 def copy_all(to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies of tensors, in one call; those between a device and page-locked memory are only begun."""
+    if isinstance(to, Pieces) and to.take(sources) or isinstance(sources, Pieces) and sources.give(to):
+        return
     if to:
         torch._foreach_copy_(to, sources, non_blocking=True)
 

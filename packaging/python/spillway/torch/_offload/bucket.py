@@ -11,21 +11,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import chain, repeat
 from operator import attrgetter
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ... import _abi
-from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums
+from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums, with_versions
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
-from .._copies import HostLink, wait
+from .._copies import HostLink, Pieces, wait
 from .._states import MASTER, with_values
 from .._table import narrow_table
 from .._tensors import DTensor, local, locals_of
+from .counts import Counts
 from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
@@ -36,6 +38,42 @@ _data_ptr = torch.Tensor.data_ptr
 _uses, _link, _version, _grad = attrgetter("uses"), attrgetter("link"), attrgetter("_version"), attrgetter("grad")
 #: Of the facts of tensors those of their memory.
 _MEMORY = slice(2, None)
+
+
+class _Rows:
+    """The arrays of the rows of a portion.
+
+    Attributes:
+        movable: Those of states, whose memory the program may exchange. Copies of gradients and weights stay where they are."""
+
+    def __init__(self, arrays: list[tuple[torch.Tensor, ...]]):
+        self.arrays = arrays
+        # Of a parameter with a master, it is stepped in place of the copy of the weights.
+        self.movable = [array for row in arrays for array in (*row[2:4], *(row[:1] if len(row) == 5 else ()))]
+
+    @cached_property
+    def grads(self) -> Pieces:
+        """The copies of the gradients."""
+        return Pieces(row[1] for row in self.arrays)
+
+    @cached_property
+    def weights(self) -> Pieces:
+        """The copies of the weights."""
+        return Pieces(row[0] if len(row) == 4 else row[4] for row in self.arrays)
+
+
+class _Memory(NamedTuple):
+    """The memory of a bucket while the uses of its slots are these.
+
+    Attributes:
+        rows: Of each portion of whole parameters on the host.
+        states: The tensors of all states.
+        steps: The step count of each parameter."""
+
+    uses: list[int]
+    rows: dict[Portion, _Rows]
+    states: list[torch.Tensor]
+    steps: list[torch.Tensor]
 
 
 class Bucket:
@@ -71,18 +109,24 @@ class Bucket:
         self._fences: dict[Portion, list[Any]] = {}
         #: Facts and uses of the parameters when their weights were copied, and the sums of the parameters then.
         self._copied: Facts | None = None
+        #: The facts of the parameters at their last publication.
+        self._published: Facts = ()
         self._weight_sums: list[Any] = [None] * len(slots)
         #: What takes the sums of parameters in host memory, and writes to them without a version, while their memory is this.
         self._in_memory: tuple[Facts, Sums, list[torch.Tensor]] | None = None
-        self._versions: list[int] = []
+        #: The versions of the states when the gradients were copied; None: nobody asks whether the program has written to a state.
+        self._versions: list[int] | None = None
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: For these uses of the slots the arrays of the C table of each portion of whole parameters, and the tensors of the states.
-        self._lists: tuple[list[int], dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]] | None = None
+        #: The last change of any slot then, the uses of the parameters, and their links.
+        self._known: tuple[int, tuple[list[int], list[HostLink]]] = -1, ([], [])
+        self._memory: _Memory | None = None
+        #: A number of steps for each parameter.
+        self._counts = Counts(len(slots))
         #: The weights of a step that has no verdict, on their device.
         self.second = Second(slots, len(self.portions))
-        #: Of each portion the addresses of the arrays, the C table, and what keeps its memory.
-        self._tables: dict[Portion, tuple[list[int], Any, list[Any]]] = {}
+        #: Of each portion its rows, the addresses of their arrays that may move, the C table, and what keeps its memory.
+        self._tables: dict[Portion, tuple[_Rows, list[int], Any, list[Any]]] = {}
 
     # During backward.
 
@@ -114,15 +158,14 @@ class Bucket:
                     self._follow(slot, own.detach())
             else:
                 self._copy_weights(owns, now, compared_later=marked)
-                hosts = [slot.grad for slot in self.slots]
                 for portion in self.portions:
                     by_link = self._by_link(portion.places)
                     for link, places in by_link:
-                        link.out_all(*portion.pairs(places, hosts, grads))
+                        link.out_all(*self._pairs(portion, places, "grad", grads))
                     self._fences[portion] = [link.fence() for link, _ in by_link]
             self._grad_sums = sums(grads) if marked else None
         self._held = [param.grad for param in self._params]
-        self._versions = self._state_versions()
+        self._versions = self._state_versions() if marked else None
         self._seen = facts_of(grads) if marked else None, now
 
     def _copy_weights(self, owns: list[torch.Tensor], now: Facts, compared_later: bool) -> None:
@@ -194,10 +237,11 @@ class Bucket:
 
     def edited(self) -> Slot | None:
         """A parameter to whose state the program wrote since the gradients were copied; None if there is none."""
-        if self._state_versions() == self._versions:
+        now = self._state_versions()
+        if self._versions is None or now == self._versions:
             return None
-        pairs = zip(self._versions, self._state_versions(), (slot for slot in self.slots for _ in slot.parts))
-        return next((slot for before, now, slot in pairs if before != now), self.slots[0])
+        pairs = zip(self._versions, now, (slot for slot in self.slots for _ in slot.parts))
+        return next((slot for before, after, slot in pairs if before != after), self.slots[0])
 
     def written(self) -> list[int]:
         """The places of parameters to which the program wrote since the gradients were copied, in a way that torch sees."""
@@ -223,20 +267,20 @@ class Bucket:
     def _rows(self, portion: Portion) -> tuple[Any, list[Any]]:
         """The C table of a portion, and what keeps its memory."""
         # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
-        rows = portion.rows(self.slots) if portion.is_piece else self._memory_of_slots()[0][portion]
+        rows = _Rows(portion.rows(self.slots)) if portion.is_piece else self._memory_of_slots().rows[portion]
         split = [self.slots[place].split(portion.start) for place in portion.places] if self._is_split else []
         scales = [self.slots[place].scales(portion.start) for place in portion.places] if self._is_coded else []
-        addresses = [*map(_data_ptr, chain.from_iterable(chain(rows, split, scales)))]
+        addresses = [*map(_data_ptr, chain(rows.movable, chain.from_iterable(chain(split, scales))))]
         found = self._tables.get(portion)
-        if found is None or found[0] != addresses:
+        if found is None or found[0] is not rows or found[1] != addresses:
             if scales or split:
-                table, held = narrow_table(rows, scales or repeat(()), split or repeat(()))
+                table, held = narrow_table(rows.arrays, scales or repeat(()), split or repeat(()))
             else:
-                table, held = tensor_table(self.lane.adam, rows)
+                table, held = tensor_table(self.lane.adam, rows.arrays)
             for row, place in zip(table, portion.places):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
-            found = self._tables[portion] = addresses, table, held
-        return found[1:]
+            found = self._tables[portion] = rows, addresses, table, held
+        return found[2:]
 
     def squares(self, of_portions: Mapping[Portion, float]) -> float:
         """The sum of the squares of the gradients, from those of the portions."""
@@ -281,7 +325,7 @@ class Bucket:
             with waiting():
                 self.lane.tail.step(self.place)
         owns = self._owns()
-        now = facts_of(owns)
+        now = self._published = facts_of(owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
         places = [place for place in range(len(owns)) if place not in written]
         if self.stays:
@@ -294,23 +338,27 @@ class Bucket:
         memory, to = self._memory_of(owns, now)
         if not stands:
             self.second.forget()
-        weights, is_there = [slot.weights for slot in self.slots], self.second.fences() is not None
+        is_there = self.second.fences() is not None
         # The engine completes the portions in this order.
         for portion in reversed(self.portions):
             with waiting():
                 self.speculation.wait(portion.number)
             if not is_there:
                 for link, own in self._by_link(place for place in portion.places if place not in written):
-                    hosts, params = portion.pairs(own, weights, to)
+                    hosts, params = self._pairs(portion, own, "weights", to)
                     link.back_all(params, hosts)
         if is_there:
             self.second.give(to, places)
         self._weight_sums = memory.take()
         return places
 
+    def params_at(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """The parameters at these places."""
+        return self._params if len(places) == len(self._params) else [self._params[place] for place in places]
+
     def published(self, places: Sequence[int]) -> None:
         """The versions of these parameters have grown by their new weights."""
-        known = (*facts_of(self._owns()), self._uses())
+        known = (*with_versions(self._published, self._owns()), self._uses())
         for place in {*range(len(self.slots))}.difference(places):
             # The copy is not that of a parameter to which the program has written.
             known[0][place] = None
@@ -318,8 +366,7 @@ class Bucket:
 
     def count(self, number: int) -> None:
         """Sets the number of steps."""
-        steps = [slot.parts["step"] for slot in self.slots]
-        torch._foreach_copy_(steps, [torch.full_like(steps[0], number)] * len(steps))
+        self._counts.put(number, self._memory_of_slots().steps)
 
     def log_bytes(self) -> float:
         """Bytes of the log of a step before the verdict."""
@@ -341,20 +388,36 @@ class Bucket:
     def _grads(self) -> list[Any]:
         return [*locals_of([*map(_grad, self._params)])]
 
-    def _memory_of_slots(self) -> tuple[dict[Portion, list[tuple[Any, ...]]], list[torch.Tensor]]:
-        """The arrays of each row of each portion of whole parameters, of a bucket on the host, and the tensors of all states."""
+    def _pairs(
+        self, portion: Portion, places: Sequence[int], kind: str, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """What a portion has of the host memory of one kind, "grad" or "weights", and of tensors at some of its places."""
+        if not portion.is_piece and len(places) == len(portion.places):
+            rows = self._memory_of_slots().rows[portion]
+            return rows.grads if kind == "grad" else rows.weights, [tensors[place] for place in places]
+        return portion.pairs(places, [*map(attrgetter(kind), self.slots)], tensors)
+
+    def _memory_of_slots(self) -> _Memory:
         uses = self._uses()
-        if self._lists is None or self._lists[0] != uses:
+        if self._memory is None or self._memory.uses != uses:
             whole = [] if self.stays else [portion for portion in self.portions if not portion.is_piece]
-            rows = {portion: portion.rows(self.slots) for portion in whole}
-            self._lists = uses, rows, [*chain.from_iterable(slot.parts.values() for slot in self.slots)]
-        return self._lists[1:]
+            rows = {portion: _Rows(portion.rows(self.slots)) for portion in whole}
+            states = [slot.parts for slot in self.slots]
+            steps = [parts["step"] for parts in states]
+            self._memory = _Memory(uses, rows, [*chain.from_iterable(parts.values() for parts in states)], steps)
+        return self._memory
 
     def _state_versions(self) -> list[int]:
-        return [*map(_version, self._memory_of_slots()[1])]
+        return [*map(_version, self._memory_of_slots().states)]
 
     def _uses(self) -> list[int]:
-        return [*map(_uses, self.slots)]
+        return self._present()[0]
+
+    def _present(self) -> tuple[list[int], list[HostLink]]:
+        """The uses of the parameters, and their links."""
+        if self._known[0] != (latest := Slot.latest):
+            self._known = latest, ([*map(_uses, self.slots)], [*dict.fromkeys(map(_link, self.slots))])
+        return self._known[1]
 
     def _by_link(self, places: Iterable[int]) -> list[tuple[HostLink, list[int]]]:
         """The links of these parameters, each with the places of its own."""
@@ -367,7 +430,7 @@ class Bucket:
 
     def links(self) -> list[HostLink]:
         """The links of the parameters."""
-        return [*dict.fromkeys(map(_link, self.slots))]
+        return self._present()[1]
 
     def _memory_of(self, owns: list[torch.Tensor], now: Facts) -> tuple[Sums, list[torch.Tensor]]:
         """What takes the sums of the parameters, and writes to them without a version."""

@@ -51,9 +51,10 @@ from .._low_bits import Aside, put_back, zero_stale_aside
 from .._optimizer import scaler_of
 from .._states import ADAM, ADAMW, Precision
 from .._tensors import DTensor, averages_later, is_partial, is_trained, lasting, local, without_gradients
+from .counts import next_steps
 from .memory import Memory, check_fits, needed, present
 from .plan import Plan
-from .prepared import Prepared, next_steps
+from .prepared import Prepared
 from .slot import FLOATS, Slot
 from .tail import apart_in_bits, room, serves_narrow
 

@@ -12,11 +12,11 @@ import torch
 
 from ..._groups import TORCHS
 from .._tensors import DTensor, properties_of
+from .counts import Counts
 from .slot import Slot
 
-_grad, _trained, _shape, _device = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("shape"), attrgetter("device")
+_grad, _trained = attrgetter("grad"), attrgetter("requires_grad")
 _data_ptr = torch.Tensor.data_ptr
-_HOST = torch.device("cpu")
 
 
 class Prepared:
@@ -38,14 +38,17 @@ class Prepared:
         inner = [states[param] for param in self._live]
         self._all, self._steps = [*states.values()], [state["step"] for state in inner]
         self._inner, self._values = inner, [*chain.from_iterable(state.values() for state in inner)]
+        # Step counts are checked where they are read.
+        self._tensors = [value for state in inner for name, value in state.items() if name != "step"]
+        self._counts = Counts(len(self._steps))
         # Parts of DTensors and gradients with gaps are checked one by one.
         grads = [*map(_grad, self._live)]
         self._is_simple = not any(isinstance(tensor, DTensor) for tensor in (*self._params, *grads))
         self._is_simple = self._is_simple and all(isinstance(value, torch.Tensor) for value in self._values)
         if self._is_simple:
-            self._addresses = [*map(_data_ptr, self._values)]
+            self._addresses = [*map(_data_ptr, self._tensors)]
             self._params_same, self._grads_same = properties_of(self._live), properties_of(grads)
-            self._values_same = properties_of(self._values)
+            self._tensors_same = properties_of(self._tensors)
 
     def holds(self, groups: Sequence[dict[str, Any]], states: Any) -> bool:
         """True if a check of each parameter, gradient and state would find what it found before."""
@@ -62,7 +65,7 @@ class Prepared:
         values = [*chain.from_iterable(state.values() for state in self._inner)]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
-        return [*map(_data_ptr, values)] == self._addresses and self._values_same(*values)
+        return [*map(_data_ptr, self._tensors)] == self._addresses and self._tensors_same(*self._tensors)
 
     def has_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
         """True if the groups have the parameters, and the options that say who steps them, which they had."""
@@ -73,16 +76,7 @@ class Prepared:
 
     def numbers(self) -> list[int]:
         """Numbers of the next steps of the parameters that have gradients."""
-        return next_steps(self._steps)
-
-
-def next_steps(steps: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of steps that follow these counts."""
-    devices = {*map(_device, steps)}
-    if {*map(_shape, steps)} == {()} and len(devices) == 1 and devices != {_HOST}:
-        # One wait for all.
-        steps = torch.stack([*steps]).cpu()
-    return [int(step) + 1 for step in map(torch.Tensor.item, steps)]
+        return self._counts.following(self._steps)
 
 
 def _flags(group: dict[str, Any]) -> tuple[bool, ...]:

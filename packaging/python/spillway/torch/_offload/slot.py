@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .._norm import part_of
 from .._states import LOW, MASTER, MOMENTS, Precision, check_not_split, is_count, low_of
 from .._tensors import apart, has_memory, holds_values, is_partial, like, local, locals_of
 
+#: Numbers of changes.
+_changes = itertools.count(1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,9 +31,8 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return own if own.is_contiguous() and holds_values(own) else torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
 
 
-def grow_versions(slots: Iterable[Slot]) -> None:
+def grow_versions(params: Sequence[torch.Tensor]) -> None:
     """Shows autograd new values of parameters, and of the parts that a DTensor has here."""
-    params = [slot.param for slot in slots]
     owns = locals_of(params)
     torch.autograd.graph.increment_version(params if owns is params else [*params, *owns])
 
@@ -60,11 +62,13 @@ class Slot:
         stays: The parameter is in the tail: its state is on its device, and its gradient and weights are not copied.
         arrived: A number that rises with the moment at which backward completed the gradient.
         parts: The tensors of the state, those of DTensors by their part.
-        uses: How often memory or state has changed: what was noted with the same number is valid.
+        uses: Another number after each change of memory or state: what was noted with the same number is valid.
+        latest: The number of the last change in any slot.
         size: Number of elements for which there is memory.
         then: Of a parameter of the tail: its facts when its gradient was taken.
         note: The sums that tell which low bits of a split master count; None: the master is not split."""
 
+    latest: int = 0
     then: tuple[Any, ...] | None = None
     note: Note | None = None
 
@@ -88,7 +92,7 @@ class Slot:
         Raises:
             InvalidArgumentError: A tensor of the state does not fit."""
         if self._kind != self._present():
-            self.uses += 1
+            self.uses = Slot.latest = next(_changes)
             self.link, self.size = link_to(self.param), local(self.param).numel()
             if self.stays:
                 self.forget()
@@ -108,7 +112,7 @@ class Slot:
             if local(state[name]).device != self._home:
                 self._bring(state, name)
         if not self.holds(state):
-            self.uses += 1
+            self.uses = Slot.latest = next(_changes)
             self.parts = {name: local(tensor) for name, tensor in state.items()}
             if LOW not in state:
                 self.note = None

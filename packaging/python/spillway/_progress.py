@@ -6,11 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 #: Called with the bytes that were moved, and those that will be.
 Told = Callable[[int, int], object]
+_Item = TypeVar("_Item")
 #: Seconds before the first line, and between two.
 _FIRST, _NEXT = 2.0, 0.2
 
@@ -64,6 +66,15 @@ class Progress:
         except (OSError, ValueError):
             # A terminal that has gone is no reason to end the operation.
             self._shows = self._shown = False
+
+
+def each(what: str, items: Sequence[_Item], size: Callable[[_Item], int]) -> Iterator[_Item]:
+    """The items, of each of which the caller moves `size(item)` bytes. A terminal shows the progress of `what`."""
+    with Progress(what, sum(map(size, items))) as progress:
+        for item in items:
+            moved = size(item)
+            yield item
+            progress.moved(moved)
 
 
 class Watched:

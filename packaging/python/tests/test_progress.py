@@ -7,7 +7,7 @@ import pytest
 
 import spillway
 from spillway import _progress
-from spillway._progress import Progress, Watched
+from spillway._progress import Progress, Watched, each
 from spillway._snapshot import bytes_to_import
 
 
@@ -45,6 +45,16 @@ def test_a_terminal_gets_a_line_after_two_seconds_that_goes_at_the_end(monkeypat
         progress.moved(10**9)
         assert terminal.getvalue() == "\r\033[Kspillway: filling the tier: 2.0 of 8.0 GB"
     assert terminal.getvalue().endswith("GB\r\033[K")
+
+
+def test_each_item_moves_the_bytes_that_it_has_before(monkeypatch, clock):
+    terminal, sizes = Terminal(), {"a": 10**9, "b": 3 * 10**9}
+    monkeypatch.setattr("sys.stderr", terminal)
+    for item in each("locking memory", [*sizes], lambda item: sizes[item]):
+        clock[0] += 3
+        sizes[item] = 0
+    lines = [f"\r\033[Kspillway: locking memory: {done} of 4.0 GB" for done in ("1.0", "4.0")]
+    assert terminal.getvalue() == "".join(lines) + "\r\033[K"
 
 
 def test_an_export_tells_its_bytes(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from .errors import CorruptError, InvalidArgumentError, NoStateError, TimedOutEr
 
 #: The file of a finished snapshot that is written last.
 MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
+#: The key of the manifest in the metadata of a safetensors file.
+_KEY = "spillway"
 #: The names of extents with the rest of a long record.
 RECORD = "record-"
 #: The names of the extents of a Swap; a number of six digits follows.
@@ -184,6 +187,33 @@ class Exported(NamedTuple):
             ) from None
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"{place} is no manifest of a snapshot: {type(error).__name__}: {error}; pass another snapshot") from None
+
+
+def bytes_to_import(place: str, names: Sequence[str] | None) -> int:
+    """The bytes that an import takes of a directory or a safetensors file, as this says; 0 if it cannot be read. The library checks it."""
+    try:
+        extents = _files.read_json(os.path.join(place, MANIFEST))["extents"] if os.path.isdir(place) else _extents_of_file(place)
+        sizes = {extent["name"]: sum(stream["bytes"] for stream in extent["streams"]) for extent in extents}
+        return sum(size for name, size in sizes.items() if names is None or any(_matches(pattern, name) for pattern in names))
+    except (CorruptError, OSError, LookupError, TypeError, ValueError, AttributeError):
+        return 0
+
+
+def _extents_of_file(place: str) -> Any:
+    """The extents of a safetensors file: those of its manifest, else its tensors."""
+    with _files.open_regular(place) as file:
+        tensors = _files.parse_json(file.read(min(int.from_bytes(file.read(8), "little"), _files.MOST_JSON)))
+    manifest = tensors.pop("__metadata__", {}).get(_KEY)
+    if manifest is not None:
+        return _files.parse_json(manifest.encode())["extents"]
+    ends = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
+    return [{"name": name, "streams": [{"bytes": end - begin}]} for name, (begin, end) in ends.items()]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """True if a pattern of the library, with `*` and `?`, matches the name of an extent."""
+    wild = {"*": ".*", "?": "."}
+    return re.fullmatch("".join(wild.get(letter) or re.escape(letter) for letter in pattern), name, re.DOTALL) is not None
 
 
 def part_name(rank: int, world: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import copy
 import ctypes
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,8 @@ from ._arrays import Array
 from ._attributes import Fixed
 from ._commit import Commit
 from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
-from ._snapshot import Snapshot
+from ._progress import Watched
+from ._snapshot import Snapshot, bytes_to_import
 from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
@@ -434,7 +436,9 @@ class Tier(_NativeHandle):
             options.end = _arguments.between("Tier: elements[1]", end, first + 1, (1 << 64) - 1)
         return Snapshot(self, file, bytes_per_second, options=options)
 
-    def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
+    def import_from(
+        self, directory: str | os.PathLike[str], names: Sequence[str] | None = None, *, progress: Callable[[int, int], object] | None = None
+    ) -> int:
         """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export (a
         TierError), or whose manifest or sizes are damaged (a CorruptError), is refused, and nothing changes. After any other error the
         tier is at its last commit. Meanwhile other commits, rollbacks and steps raise BusyError. Afterwards the calls
@@ -442,15 +446,25 @@ class Tier(_NativeHandle):
 
         Args:
             directory: The directory or file.
-            names: Patterns as for export_tensors(), of the extents to take. Step and payload are then those of the tier."""
-        return self._import(directory, [], names)
+            names: Patterns as for export_tensors(), of the extents to take. Step and payload are then those of the tier.
+            progress: Called with the bytes that are written and those that will be, several times a second, by another thread; last by
+                this one. What it raises is raised after the import. None: a line on a terminal after two seconds."""
+        return self._import(directory, [], names, progress)
 
-    def _import(self, directory: str | os.PathLike[str], status: list[int], names: Sequence[str] | None = None) -> int:
+    def _import(
+        self,
+        directory: str | os.PathLike[str],
+        status: list[int],
+        names: Sequence[str] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> int:
         """Imports, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step = ctypes.c_uint64()
         where, taken = _arguments.path("Tier: directory", directory), _patterns(names)
         self._end_lost()
-        self._recorded(status, "spw_tier_import", where, taken, ctypes.byref(step))
+        total = functools.partial(bytes_to_import, os.fsdecode(where), names)
+        with Watched(f"reading {os.fsdecode(where)}", total, lambda: sum(path.written_bytes for path in self.paths()), progress):
+            self._recorded(status, "spw_tier_import", where, taken, ctypes.byref(step))
         return step.value
 
     def close(self, timeout: float | None = None) -> None:

@@ -34,10 +34,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ..._attributes import described
+from ..._progress import each
 from ..._written import Comparison, facts, sums
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
-from .._tensors import DTensor, lasting, unused_bytes, without_gradients
+from .._tensors import DTensor, lasting, local, unused_bytes, without_gradients
 from .forward import Hook, Method
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
@@ -102,7 +103,8 @@ class Flow:
 
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         places, owners = _places(model, self.device), _owners(modules)
-        weights = [Weight(self, param, where) for param, where in places.items()]
+        moving = each("moving weights to host memory", [*places.items()], lambda place: local(place[0]).nbytes)
+        weights = [Weight(self, param, where) for param, where in moving]
         of: dict[int, list[Weight]] = {number: [] for number in range(-1, len(modules))}
         for weight in weights:
             found = {owners.get(module, -1) for module, _ in weight.places}

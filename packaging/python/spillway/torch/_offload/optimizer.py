@@ -38,7 +38,7 @@ from ..._early.arrivals import tell
 from ..._early.decision import Decision
 from ..._groups import TORCHS
 from ..._live.publisher import Figures
-from ..._progress import Progress
+from ..._progress import each
 from ..._tail_search import AskedTail, is_tail
 from ..._timeline import span
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
@@ -732,15 +732,12 @@ class Offloaded(torch.optim.Optimizer):
     @lasting
     def _use_states(self, live: list[Slot]) -> None:
         """Checks the states of these parameters, then makes those that are missing."""
-        for slot in live:
-            if state := self._states.get(slot.param):
-                slot.use(state)
         lacking = [slot for slot in live if not self._states.get(slot.param)]
-        with Progress("making states in host memory", sum(slot.state_bytes() for slot in lacking)) as progress:
-            for slot in lacking:
-                self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
-                slot.use(state)
-                progress.moved(slot.state_bytes())
+        for slot in each("taking host memory", [slot for slot in live if self._states.get(slot.param)], Slot.copies_bytes):
+            slot.use(self._states[slot.param])
+        for slot in each("making states in host memory", lacking, lambda slot: slot.copies_bytes() + slot.state_bytes()):
+            self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
+            slot.use(state)
 
     def _all_options(self, plan: Plan, numbers: Sequence[int], scale: float) -> list[Any]:
         """The C options of each lane, for steps of the plan's parameters with these numbers."""
@@ -805,10 +802,10 @@ class Offloaded(torch.optim.Optimizer):
             if lacking := [name for name in ("lr", "betas", "eps", "weight_decay", "maximize") if name not in group]:
                 raise InvalidArgumentError(f"offload: a group of the state dict has no {lacking[0]!r}; load one of Adam or AdamW")
         saved = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        states = [(slot, given["state"].get(number)) for number, slot in zip(saved, self._sync_slots())]
         found: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for number, slot in zip(saved, self._sync_slots()):
-            if state := given["state"].get(number):
-                found[slot.param] = slot.loaded(state)
+        for slot, state in each("loading states", [pair for pair in states if pair[1]], lambda pair: pair[0].state_bytes()):
+            found[slot.param] = slot.loaded(state)
         return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -171,6 +171,10 @@ class Slot:
             raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
         return state
 
+    def copies_bytes(self) -> int:
+        """Bytes of gradient and weights for which use() takes memory; 0: it has it."""
+        return 0 if self.stays or self._kind == self._present() else 2 * local(self.param).nbytes
+
     def state_bytes(self) -> int:
         """Bytes of the moments and the master."""
         elements = local(self.param).numel()

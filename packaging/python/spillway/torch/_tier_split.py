@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._written import facts
+from .._written import changed, facts, sums
 from ..errors import UnsupportedError
 from ..tiered import Record
 from ._copies import Weights
@@ -41,8 +41,8 @@ class SplitStates(TierStates):
         #: The sums of the blocks of each bf16 parameter, since the last step; 0: the low bits of the block count.
         self._sums = [torch.zeros(-(-local(param).numel() // BLOCK), dtype=torch.int64, device="cpu") for param in params]
         super().__init__(name, groups, *further)
-        #: The parameters that a step beside backward reads, copies of them, and the sums that it stores.
-        self._lent = dict[int, torch.Tensor]()
+        #: The parameters that a step beside backward reads, with their sums then, copies of them, and the sums that it stores.
+        self._lent, self._lent_sums = dict[int, torch.Tensor](), dict[int, Any]()
         self._copies, self._next = Weights(self.params), dict[int, torch.Tensor]()
 
     @property
@@ -169,12 +169,13 @@ class SplitStates(TierStates):
     def lend(self, numbers: Iterable[int], wait: bool = False) -> None:
         """Copies parameters, which the program may write to before the step."""
         new = [number for number in numbers if number not in self._lent]
+        self._lent_sums.update(zip(new, sums(local(self.params[number]).detach() for number in new)))
         self._lent.update(zip(new, self._copies.bring(new, wait)))
 
     def stands(self) -> bool:
-        """True if the parameters are as they were when they were lent."""
+        """True if the parameters are as they were when they were lent. Waits once for each device."""
         self.gradients.wait()
-        return all(torch.equal(_bits(copy), _bits(local(self.params[number]).detach().cpu())) for number, copy in self._lent.items())
+        return not changed((local(self.params[number]).detach(), before) for number, before in self._lent_sums.items())
 
     def copied_bytes(self) -> int:
         """As of the base."""
@@ -183,6 +184,7 @@ class SplitStates(TierStates):
     def take_back(self) -> None:
         """Nothing is lent."""
         self._lent.clear()
+        self._lent_sums.clear()
 
     def stepped_apart(self, numbers: Iterable[int]) -> None:
         """The sums of a step that is final are those of now."""
@@ -262,11 +264,6 @@ class SplitStates(TierStates):
         if LOW in state and state[LOW].dtype is torch.int16:
             return numbers_of_low(flat(LOW))
         return numbers_of_low(low_of(flat(MASTER))) if MASTER in state else None
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor: a zero has two values that compare equal, and a NaN equals nothing."""
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def low_of_numbers(numbers: torch.Tensor) -> torch.Tensor:

@@ -43,13 +43,6 @@ pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
     descriptor::open(options.custom_flags(direct | libc::O_NOCTTY), path)
 }
 
-/// A new file without a name on the file system of `directory`; bypasses the page cache if `direct`.
-pub fn unnamed(directory: &Path, direct: bool) -> io::Result<File> {
-    let direct = if direct { libc::O_DIRECT } else { 0 };
-    let flags = libc::O_TMPFILE | direct;
-    descriptor::open(OpenOptions::new().write(true).mode(0o600).custom_flags(flags), directory)
-}
-
 /// Opens a second descriptor of an open file, which uses the page cache.
 pub fn reopen_buffered(fd: &impl AsRawFd, writable: bool) -> io::Result<File> {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());

@@ -1,18 +1,15 @@
-//! Blocks between memory and volumes: the transfers of a read or write, and the one loop over stored blocks, which
-//! verification, export and moves use. Neither knows the tier.
+//! Blocks between memory and volumes: the transfers of a read or write, checksums of blocks, headers of chunks.
 //!
 //! Invariants:
 //! - A write never touches the space of a committed version, nor space that a stuck write may still reach.
 //! - A checked read succeeds only if its bytes match the checksums of the last write.
-//! - The loop compares every block with its checksum before it passes the block on. It uses the memory of one window, or
-//!   of one block if that is larger, for extents of any size.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::catalog::{Contents, Reservation, Subject};
-use super::extent::{Block, Chunk, Run, Shape, Version, header_bytes};
+use super::extent::{Block, Chunk, Run, Shape, header_bytes};
 use super::format::ChunkHeader;
 use super::paths::Health;
 use super::volume::{Scratch, Volume};
@@ -22,8 +19,6 @@ use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::sys::{threads, try_vec};
 
-/// Bytes that the loop reads at a time, unless a block is larger.
-const WINDOW: u64 = 16 << 20;
 /// At most this many bytes are summed on one thread.
 const GRAIN: u64 = 2 << 20;
 
@@ -175,14 +170,11 @@ impl Job {
         }
         let mut checksums = Vec::with_capacity(self.subject.shape.blocks() as usize);
         for chunk in &source.version().chunks {
-            let read = self.transfers.iter().find(|one| one.run.is_none() && one.chunk == *chunk);
+            let mut headers = self.transfers.iter().filter(|one| one.chunk == *chunk);
+            let header = headers.find_map(|one| Some((&one.volume, one.header.as_ref()?)));
             let missing = || Error::invalid("extent", "the header of a chunk was not read");
-            let transfer = read.ok_or_else(missing)?;
-            let bytes = transfer.header.as_ref().map_or_else(Vec::new, |header| header.span().to_vec());
-            let header = check_header(&bytes, chunk, &self.subject, tier);
-            let header =
-                header.map_err(|message| bad_header(&transfer.volume, chunk, &self.subject, message));
-            checksums.extend(header?.checksums);
+            let (volume, header) = header.ok_or_else(missing)?;
+            checksums.extend(header_checksums(volume, chunk, &self.subject, header, tier)?);
         }
         Ok(checksums.into())
     }
@@ -242,69 +234,6 @@ pub(super) fn verdict(error: &Error, is_write: bool) -> Option<Health> {
 /// True if the path did not respond.
 pub(super) fn is_hung(error: &Error) -> bool {
     matches!(error.io_kind(), Some(IoKind::Deadline | IoKind::PathFailed))
-}
-
-/// Receiver of the stored blocks of a version. An error ends the loop.
-pub(super) trait BlockVisitor {
-    /// The next blocks of a stream, with the bytes of `run`. Damage among them was reported before.
-    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()>;
-
-    /// Reports a damaged block or header.
-    fn damage(&mut self, error: Error) -> Result<()>;
-
-    /// Reports a part on a path that cannot be read.
-    fn unreadable(&mut self, path: usize, error: Error) -> Result<()>;
-}
-
-/// Passes every stored block of a version to `visit`, in order and through one window of memory. The checksums are those
-/// in the headers, which are checked too, unless they are `known`. Chunks on missing paths are left out.
-pub(super) fn walk(
-    volumes: &[Option<Arc<Volume>>],
-    tier: u128,
-    subject: &Subject,
-    version: &Version,
-    known: Option<&[u64]>,
-    visit: &mut impl BlockVisitor,
-) -> Result<()> {
-    let shape = &*subject.shape;
-    for chunk in &version.chunks {
-        let path = chunk.path as usize;
-        let Some(volume) = &volumes[path] else { continue };
-        let (first, end) = (chunk.first, chunk.first + chunk.count);
-        let checksums = match known {
-            Some(checksums) => checksums[first as usize..end as usize].to_vec(),
-            None => match read_header(volume, chunk, subject, tier) {
-                Ok(header) => header.checksums,
-                Err(error) if error.tier_kind().is_some() => {
-                    visit.damage(error)?;
-                    continue;
-                }
-                Err(error) => {
-                    visit.unreadable(path, error)?;
-                    continue;
-                }
-            },
-        };
-        let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
-        let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
-        for from in (first..end).step_by(at_once as usize) {
-            // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
-            for run in shape.runs(from, at_once.min(end - from)) {
-                let bytes = window.transfer().part(0, run.len as usize);
-                let read = volume.read(chunk.block_offset(shape, run.block), bytes.clone());
-                if let Err(error) = volume.ended(read) {
-                    visit.unreadable(path, error)?;
-                    continue;
-                }
-                let expected = &checksums[(run.block - first) as usize..];
-                for error in compare(volume, chunk, subject, &run, bytes.span(), expected)? {
-                    visit.damage(error)?;
-                }
-                visit.blocks(&run, &bytes)?;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// An error for each block of a run whose bytes do not have the expected checksum. `expected` begins with the run.
@@ -378,23 +307,18 @@ pub(super) fn chunk_header(
     Ok(header)
 }
 
-/// Reads and checks the header of a chunk.
-pub(super) fn read_header(
+/// The checksums in the header of a chunk, which must be the one that `chunk` names.
+pub(super) fn header_checksums(
     volume: &Volume,
     chunk: &Chunk,
     subject: &Subject,
+    header: &Scratch,
     tier: u128,
-) -> Result<ChunkHeader> {
-    let header = volume.scratch(header_bytes(chunk.count.into()) as usize)?;
-    let place = || format!("the header of block {} of extent {:?}", chunk.first, subject.name);
-    volume.ended(volume.read(chunk.offset, header.transfer())).map_err(|error| error.context(place()))?;
+) -> Result<Vec<u64>> {
     let parsed = header.span().with_bytes(|bytes| check_header(bytes, chunk, subject, tier));
-    parsed.map_err(|message| bad_header(volume, chunk, subject, message))
-}
-
-/// Error of a chunk whose header is damaged.
-pub(super) fn bad_header(volume: &Volume, chunk: &Chunk, subject: &Subject, message: String) -> Error {
-    volume.corrupt_block(&subject.name, (chunk.first, chunk.offset), message)
+    parsed
+        .map(|header| header.checksums)
+        .map_err(|message| volume.corrupt_block(&subject.name, (chunk.first, chunk.offset), message))
 }
 
 /// Parses a chunk header, and checks that it is the one that `chunk` names.

@@ -25,16 +25,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::blocks::{bad_header, check_header, compare};
-use super::catalog::{HeldContents, View};
-use super::extent::{PAGE, Run, Shape, header_bytes};
+use super::catalog::{Held, HeldContents, Subject, View};
+use super::extent::{PAGE, Run};
 use super::lanes::{self, Buffers, Route};
 use super::manifest::{Exported, Header, MANIFEST, Manifest, Stream, digits, item_bytes, sum_of};
 use super::options::absolute;
 use super::select::Selection;
 use super::storage::{failed, within_timeout};
 use super::store::{self, HeldExtent, Tier};
-use super::volume::{Scratch, Volume};
+use super::stored::{StoredPart, StoredReader};
 use crate::error::{Doing, Error, Result};
 use crate::io::engine::Engine;
 use crate::io::file::File;
@@ -262,9 +261,7 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
                 tier,
                 output,
                 passed,
-                headers: VecDeque::new(),
-                header: None,
-                checksums: Vec::new(),
+                reader: StoredReader::new(tier, None),
                 opened: None,
                 storing: VecDeque::new(),
                 written: None,
@@ -318,13 +315,15 @@ fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Resul
 }
 
 /// The part of an extent that is read, checked and written at once.
-struct ExportChunk<T: Deref<Target = Tier>> {
+struct ExportPart<T: Deref<Target = Tier>> {
     item: Arc<Item<T>>,
-    /// Index of its chunk.
-    chunk: usize,
-    run: Run,
-    /// True for the first part of its chunk, with which the header of the chunk is read.
-    begins: bool,
+    stored: StoredPart,
+}
+
+impl<T: Deref<Target = Tier>> ExportPart<T> {
+    fn subject(&self) -> &Subject {
+        &self.item.extent.held.subject
+    }
 }
 
 /// The parts of an extent on a path, or on all paths, in their order. Parts outside of the range are left out.
@@ -333,10 +332,11 @@ fn parts<T: Deref<Target = Tier>>(
     path: Option<usize>,
     bytes: u64,
     output: &Output,
-) -> impl Iterator<Item = ExportChunk<T>> {
+) -> impl Iterator<Item = ExportPart<T>> {
     let chunks = 0..item.extent.held.contents.version().chunks.len();
     chunks.flat_map(move |number| {
-        let chunk = &item.extent.held.contents.version().chunks[number];
+        let Held { subject, contents } = &item.extent.held;
+        let chunk = &contents.version().chunks[number];
         if path.is_some_and(|path| path != chunk.path as usize) {
             return Vec::new();
         }
@@ -344,17 +344,10 @@ fn parts<T: Deref<Target = Tier>>(
             let range = &output.streams[item.first + run.stream].range;
             run.from < range.end && range.start < run.from + run.len
         };
-        let runs = windows(&item.extent.held.subject.shape, (chunk.first, chunk.count), bytes).filter(wanted);
-        let part = |(nth, run)| ExportChunk { item: Arc::clone(&item), chunk: number, run, begins: nth == 0 };
-        runs.enumerate().map(part).collect()
+        let runs = subject.shape.windows(chunk.first, chunk.count, bytes).filter(wanted);
+        let part = |stored| ExportPart { item: Arc::clone(&item), stored };
+        StoredPart::all(chunk, runs).map(part).collect()
     })
-}
-
-/// The runs of blocks (first and count) that fit into `bytes` bytes each.
-pub(super) fn windows(shape: &Shape, (first, count): (u32, u32), bytes: u64) -> impl Iterator<Item = Run> {
-    let at_once = (bytes / shape.block_bytes()).clamp(1, count.max(1).into()) as u32;
-    let end = first + count;
-    (first..end).step_by(at_once as usize).flat_map(move |from| shape.runs(from, at_once.min(end - from)))
 }
 
 /// The route from a tier to files.
@@ -362,12 +355,7 @@ struct Exporting<'a> {
     tier: &'a Tier,
     output: &'a Output,
     passed: Passed<'a>,
-    /// Reads of chunk headers in flight.
-    headers: VecDeque<(u64, Scratch)>,
-    /// The header of the chunk whose first part was fetched.
-    header: Option<Scratch>,
-    /// The checksums of the chunk whose parts are being checked.
-    checksums: Vec<u64>,
+    reader: StoredReader<'a>,
     /// The file that was opened last. A lane has few open files, whatever their number.
     opened: Option<(usize, Arc<File>)>,
     /// Files of the parts that are being stored.
@@ -377,10 +365,6 @@ struct Exporting<'a> {
 }
 
 impl Exporting<'_> {
-    fn volume<T: Deref<Target = Tier>>(&self, part: &ExportChunk<T>) -> Result<&Arc<Volume>> {
-        self.tier.volume(part.item.extent.held.contents.version().chunks[part.chunk].path as usize)
-    }
-
     fn file(&mut self, number: usize) -> Result<Arc<File>> {
         if let Some((_, file)) = self.opened.as_ref().filter(|(opened, _)| *opened == number) {
             return Ok(Arc::clone(file));
@@ -393,20 +377,20 @@ impl Exporting<'_> {
     /// Lets the file have whole pages of a part by sharing them. Returns their number of bytes: 0 if they must be written.
     fn share<T: Deref<Target = Tier>>(
         &self,
-        part: &ExportChunk<T>,
+        part: &ExportPart<T>,
         file: &Arc<File>,
         offset: u64,
         written: &Range<u64>,
     ) -> Result<u64> {
-        let held = &part.item.extent.held;
-        let chunk = &held.contents.version().chunks[part.chunk];
-        let from = chunk.block_offset(&held.subject.shape, part.run.block) + (written.start - part.run.from);
+        let StoredPart { chunk, run, .. } = &part.stored;
+        let from = chunk.block_offset(&part.subject().shape, run.block) + (written.start - run.from);
         let len = (written.end - written.start) / PAGE * PAGE;
         let aligned = from.is_multiple_of(PAGE) && offset.is_multiple_of(PAGE) && len > 0;
         if !aligned || !self.output.shares[chunk.path as usize] {
             return Ok(0);
         }
-        let (source, file) = (Arc::clone(self.volume(part)?.data_file()), Arc::clone(file));
+        let volume = self.tier.volume(chunk.path as usize)?;
+        let (source, file) = (Arc::clone(volume.data_file()), Arc::clone(file));
         let shared = self.output.target.within(Doing::Writing, move || {
             // What the file system refuses to share, such as blocks that too many files have, is written.
             Ok(if file.share_blocks(&source, from, offset, len).is_ok() { len } else { 0 })
@@ -421,59 +405,29 @@ impl Exporting<'_> {
     }
 }
 
-impl<T: Deref<Target = Tier>> Route<ExportChunk<T>> for Exporting<'_> {
-    fn fetch(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<u64> {
-        let chunk = &part.item.extent.held.contents.version().chunks[part.chunk];
-        let volume = Arc::clone(self.volume(part)?);
-        if part.begins {
-            let header = volume.scratch(header_bytes(chunk.count.into()) as usize)?;
-            self.headers.push_back((volume.read(chunk.offset, header.transfer())?, header));
-        }
-        let offset = chunk.block_offset(&part.item.extent.held.subject.shape, part.run.block);
-        volume.read(offset, buffer.part(0, part.run.len as usize))
+impl<T: Deref<Target = Tier>> Route<ExportPart<T>> for Exporting<'_> {
+    fn fetch(&mut self, part: &ExportPart<T>, buffer: &TransferBuffer) -> Result<u64> {
+        self.reader.fetch(part.subject(), &part.stored, buffer)
     }
 
-    fn fetched(&mut self, part: &ExportChunk<T>, handle: u64) -> Result<()> {
-        let volume = Arc::clone(self.volume(part)?);
-        let mut outcome = Ok(());
-        if part.begins
-            && let Some((handle, header)) = self.headers.pop_front()
-        {
-            outcome = volume.ended(Ok(handle));
-            self.header = Some(header);
-        }
-        let outcome = outcome.and(volume.ended(Ok(handle)));
-        let held = &part.item.extent.held;
-        let path = held.contents.version().chunks[part.chunk].path as usize;
-        let outcome = outcome.inspect_err(|error| self.tier.mark_if_hung(path, error));
-        outcome.map_err(|error| {
-            error.context(format_args!("block {} of extent {:?}", part.run.block, held.subject.name))
-        })
+    fn fetched(&mut self, part: &ExportPart<T>, started: Result<u64>) -> Result<()> {
+        let fetched = self.reader.fetched(part.subject(), &part.stored, started);
+        fetched.inspect_err(|error| self.tier.mark_if_hung(part.stored.chunk.path as usize, error))
     }
 
-    fn check(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<()> {
-        let held = &part.item.extent.held;
-        let (subject, chunk) = (&held.subject, &held.contents.version().chunks[part.chunk]);
-        let volume = Arc::clone(self.volume(part)?);
-        if let Some(header) = self.header.take() {
-            let tier = self.tier.identity.tier;
-            let parsed = header.span().with_bytes(|bytes| check_header(bytes, chunk, subject, tier));
-            self.checksums =
-                parsed.map_err(|message| bad_header(&volume, chunk, subject, message))?.checksums;
-        }
-        let (run, bytes) = (&part.run, buffer.span().part(0, part.run.len as usize));
-        let expected = &self.checksums[(run.block - chunk.first) as usize..];
-        if let Some(error) = compare(&volume, chunk, subject, run, bytes, expected)?.next() {
+    fn check(&mut self, part: &ExportPart<T>, buffer: &TransferBuffer) -> Result<()> {
+        if let Some(error) = self.reader.check(part.subject(), &part.stored, buffer)?.next() {
             return Err(error);
         }
+        let (run, bytes) = (&part.stored.run, buffer.span().part(0, part.stored.run.len as usize));
         let stream = &self.output.streams[part.item.first + run.stream];
         stream.sum.fetch_add(bytes.with_bytes(|bytes| sum_of(run.from, bytes)), Ordering::Relaxed);
         let written = clipped(run, &stream.range);
         (self.passed)(written.end - written.start)
     }
 
-    fn store(&mut self, part: &ExportChunk<T>, buffer: &TransferBuffer) -> Result<u64> {
-        let run = &part.run;
+    fn store(&mut self, part: &ExportPart<T>, buffer: &TransferBuffer) -> Result<u64> {
+        let run = &part.stored.run;
         let output = self.output;
         let stream = &output.streams[part.item.first + run.stream];
         let written = clipped(run, &stream.range);
@@ -488,8 +442,8 @@ impl<T: Deref<Target = Tier>> Route<ExportChunk<T>> for Exporting<'_> {
         Ok(handle)
     }
 
-    fn stored(&mut self, _: &ExportChunk<T>, handle: u64) -> Result<()> {
-        self.output.engine.wait(handle, None)?;
+    fn stored(&mut self, _: &ExportPart<T>, started: Result<u64>) -> Result<()> {
+        self.output.engine.wait(started?, None)?;
         let stored = self.storing.pop_front();
         let same = |written: &(usize, Arc<File>)| stored.as_ref().is_some_and(|(file, _)| *file == written.0);
         if !self.written.as_ref().is_none_or(same) {

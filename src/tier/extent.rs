@@ -170,6 +170,13 @@ impl Shape {
         runs
     }
 
+    /// As [`Shape::runs`], in runs of at most `bytes` bytes each, or of one block if that is more.
+    pub fn windows(&self, first: u32, count: u32, bytes: u64) -> impl Iterator<Item = Run> {
+        let at_once = (bytes / self.block_bytes).clamp(1, count.max(1).into()) as u32;
+        let end = first + count;
+        (first..end).step_by(at_once as usize).flat_map(move |from| self.runs(from, at_once.min(end - from)))
+    }
+
     /// Checks that there is one span per stream, with the stream's length.
     pub fn check(&self, spans: &[TransferBuffer]) -> Result<()> {
         self.check_lengths(spans, |found, len| found == len)
@@ -214,6 +221,11 @@ impl Run {
 }
 
 impl Chunk {
+    /// True if it holds the block with this number.
+    pub fn holds(&self, block: u32) -> bool {
+        (self.first..self.first + self.count).contains(&block)
+    }
+
     /// Bytes on disk, header included.
     pub fn stored(&self, shape: &Shape) -> u64 {
         header_bytes(self.count.into()) + shape.stored(self.first, self.count)

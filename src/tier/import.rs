@@ -14,19 +14,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::blocks::{checksums_of, chunk_header};
-use super::catalog::{Reservation, Subject, WriteOrigin};
+use super::blocks::checksums_of;
+use super::catalog::{Subject, WriteOrigin};
 use super::claim::Committer;
-use super::export::{Passed, Target, windows};
+use super::export::{Passed, Target};
 use super::extent::{Block, Chunk, Run, check_name};
-use super::jobs::Refusal;
 use super::lanes::{self, Buffers, Route};
 use super::manifest::{Header, MANIFEST, Manifest, Tensor, damaged, digits, sum_of, unknown};
 use super::options::absolute;
 use super::select::Selection;
 use super::storage::failed;
 use super::store::Tier;
-use super::volume::Volume;
+use super::stored::NewChunks;
 use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::file::File;
@@ -251,12 +250,9 @@ impl Tier {
         });
         let files = files.collect::<Result<Vec<_>>>()?;
         let reserved = self.begin_write(number, &WriteOrigin::Caller)?;
-        let checksums: Vec<AtomicU64> =
-            (0..reserved.subject.shape.blocks()).map(|_| AtomicU64::new(0)).collect();
+        let checksums = (0..reserved.subject.shape.blocks()).map(|_| AtomicU64::new(0)).collect();
         let from = Origins { engine, files, extent, checksums, passed };
-        let chunks = self.fill(&reserved, |chunks| from.write(self, &reserved, chunks));
-        let known = || from.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect::<Arc<[u64]>>();
-        self.end_fill(&reserved, chunks.map(|chunks| (chunks, known())))
+        self.fill(&reserved, |new| from.read(&reserved.subject, new))
     }
 }
 
@@ -300,43 +296,21 @@ struct Origins<'a> {
 }
 
 impl Origins<'_> {
-    /// Fills chunks, their headers included, and compares the streams with their checksums.
-    fn write(
-        &self,
-        tier: &Tier,
-        reserved: &Reservation,
-        chunks: &mut [Chunk],
-    ) -> std::result::Result<(), Refusal> {
-        let subject = &reserved.subject;
+    /// Fills chunks, compares the streams with their checksums, and returns the checksums of the blocks.
+    fn read(&self, subject: &Subject, new: &NewChunks) -> Result<Arc<[u64]>> {
         let sums: Vec<AtomicU64> = self.files.iter().map(|_| AtomicU64::new(0)).collect();
-        let mut lanes: BTreeMap<u32, Vec<Chunk>> = BTreeMap::new();
-        for chunk in chunks.iter() {
-            lanes.entry(chunk.path).or_default().push(chunk.clone());
+        let mut lanes: BTreeMap<u32, Vec<&Chunk>> = BTreeMap::new();
+        for chunk in new.chunks() {
+            lanes.entry(chunk.path).or_default().push(chunk);
         }
         let buffers = Buffers::of(lanes.len(), subject.shape.block_bytes());
-        let refused = crate::sys::sync::Lock::new(None);
-        let moved = lanes::each(lanes.into_iter().collect(), |(path, chunks): (u32, Vec<Chunk>), stop| {
-            let volume = tier.volume(path as usize)?;
-            let mut route = Importing { from: self, volume, subject, sums: &sums, refused: None };
-            let parts = chunks.into_iter().flat_map(|chunk| {
-                let runs = windows(&subject.shape, (chunk.first, chunk.count), buffers.bytes);
-                runs.map(|run| (chunk.clone(), run)).collect::<Vec<_>>()
-            });
-            let moved = lanes::run(parts, buffers, stop, &mut route);
-            moved.inspect_err(|_| *refused.lock() = route.refused)
-        });
-        moved.map_err(|error| Refusal { error, refused: *refused.lock() })?;
-        self.compare(&sums).map_err(Refusal::of)?;
-        let checksums: Vec<u64> = self.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect();
-        for chunk in chunks {
-            let refused = Some((chunk.path, chunk.first));
-            let volume = tier.volume(chunk.path as usize).map_err(Refusal::of)?;
-            let header =
-                chunk_header(volume, chunk, subject, &checksums, tier.identity).map_err(Refusal::of)?;
-            let written = volume.ended(volume.write(chunk.offset, header.transfer()));
-            written.map_err(|error| Refusal { error, refused })?;
-        }
-        Ok(())
+        lanes::each(lanes.into_values().collect(), |chunks: Vec<&Chunk>, stop| {
+            let mut route = Importing { from: self, subject, sums: &sums, new };
+            let runs = |chunk: &Chunk| subject.shape.windows(chunk.first, chunk.count, buffers.bytes);
+            lanes::run(chunks.into_iter().flat_map(runs), buffers, stop, &mut route)
+        })?;
+        self.compare(&sums)?;
+        Ok(self.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect())
     }
 
     fn compare(&self, sums: &[AtomicU64]) -> Result<()> {
@@ -357,26 +331,24 @@ impl Origins<'_> {
 /// The route from files to a path of a tier.
 struct Importing<'a> {
     from: &'a Origins<'a>,
-    volume: &'a Arc<Volume>,
     subject: &'a Subject,
     sums: &'a [AtomicU64],
-    /// Path and first block of the chunk that the path did not accept.
-    refused: Option<(u32, u32)>,
+    new: &'a NewChunks<'a>,
 }
 
-impl Route<(Chunk, Run)> for Importing<'_> {
-    fn fetch(&mut self, (_, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<u64> {
+impl Route<Run> for Importing<'_> {
+    fn fetch(&mut self, run: &Run, buffer: &TransferBuffer) -> Result<u64> {
         let target = IoTarget::File(Arc::clone(&self.from.files[run.stream]));
         let offset = self.from.extent.streams[run.stream].at + run.from;
         let buffer = buffer.part(0, run.len as usize);
         self.from.engine.read(Request { target, offset, buffer, deadline: None })
     }
 
-    fn fetched(&mut self, _: &(Chunk, Run), handle: u64) -> Result<()> {
-        self.from.engine.wait(handle, None).map(drop)
+    fn fetched(&mut self, _: &Run, started: Result<u64>) -> Result<()> {
+        self.from.engine.wait(started?, None).map(drop)
     }
 
-    fn check(&mut self, (_, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<()> {
+    fn check(&mut self, run: &Run, buffer: &TransferBuffer) -> Result<()> {
         let (shape, bytes) = (&self.subject.shape, buffer.span().part(0, run.len as usize));
         let part = |block: Block| bytes.part((block.from - run.from) as usize, block.len as usize);
         let found = checksums_of(shape, run.block, run.count(shape), &part)?;
@@ -387,15 +359,12 @@ impl Route<(Chunk, Run)> for Importing<'_> {
         (self.from.passed)(run.len)
     }
 
-    fn store(&mut self, (chunk, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<u64> {
-        let offset = chunk.block_offset(&self.subject.shape, run.block);
-        let started = self.volume.write(offset, buffer.part(0, run.len as usize));
-        started.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))
+    fn store(&mut self, run: &Run, buffer: &TransferBuffer) -> Result<u64> {
+        self.new.store(run, buffer)
     }
 
-    fn stored(&mut self, (chunk, _): &(Chunk, Run), handle: u64) -> Result<()> {
-        let ended = self.volume.ended(Ok(handle));
-        ended.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))
+    fn stored(&mut self, run: &Run, started: Result<u64>) -> Result<()> {
+        self.new.stored(run, started)
     }
 }
 

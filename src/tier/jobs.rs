@@ -1,29 +1,22 @@
-//! Reads, writes and moves of extents, from the call to the outcome.
+//! Reads and writes of extents, from the call to the outcome.
 //!
 //! Invariants:
 //! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
 //! - An outcome is kept until the owner of the ticket asks for it. A panic is an outcome too: an error with its message.
 //! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
-//! - A move of an extent delays reads and writes of this extent, and never fails them.
-//! - A move compares every block with its checksum between its read and its write. The new location of contents takes
-//!   effect only after every block is written. After a failure the contents stay where they were.
 #![forbid(unsafe_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::blocks::{
-    BlockVisitor, Direction, Job, checksums_of, chunk_header, may_go_on, read_header, verdict, walk,
-};
-use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
-use super::extent::{Block, Chunk, Run, Shape, Version};
+use super::blocks::{Direction, Job, checksums_of, verdict};
+use super::catalog::{Held, Reservation, Subject, WriteOrigin};
+use super::extent::{Block, Chunk, Shape};
 use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
 use super::storage::timed_out;
 use super::store::{TicketState, Tier, TierState};
-use super::volume::Volume;
 use crate::error::{Error, IoKind, Result};
-use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::sync::{Guard, deadline_after};
 
@@ -137,7 +130,7 @@ impl Tier {
 
     /// Allocates space, and extends data files if necessary. A file system that was full is asked again if no path has
     /// room.
-    fn allocate_chunks(
+    pub(super) fn allocate_chunks(
         &self,
         request: AllocationRequest,
         placement: &ExtentPlacement,
@@ -438,208 +431,9 @@ impl Tier {
     }
 
     /// Marks a path after a failed transfer.
-    fn mark_after(&self, path: usize, is_write: bool, error: &Error) {
+    pub(super) fn mark_after(&self, path: usize, is_write: bool, error: &Error) {
         if let Some(health) = verdict(error, is_write) {
             self.mark(path, health, &error.to_string());
         }
-    }
-}
-
-/// Moves.
-impl Tier {
-    /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
-    /// `Busy` if a commit is in flight. Waits for a commit beside writes, and for the transfers of each extent.
-    pub fn evacuate(&self, path: u32) -> Result<()> {
-        if path as usize >= self.volumes.len() {
-            return Err(Error::invalid("number", format!("there is no path {path}")));
-        }
-        self.after_commit_beside().catalog.between_commits()?;
-        self.mark(path as usize, Health::Draining, "it is being evacuated");
-        self.extents().iter().try_for_each(|extent| self.move_off(path as usize, extent.number))
-    }
-
-    /// Moves an extent off a path that takes no new writes. A write that began before may still end there.
-    fn move_off(&self, path: usize, number: u32) -> Result<()> {
-        loop {
-            let state = self.after_commit_beside();
-            state.catalog.between_commits()?;
-            let is_writing = state.catalog.is_being_written(number);
-            drop(state);
-            if is_writing {
-                self.finish_transfer_of(number);
-                continue;
-            }
-            if self.extent(number)?.blocks[path] == 0 {
-                return Ok(());
-            }
-            match self.move_extent(number, WriteOrigin::Evacuation) {
-                Err(Error::Busy(_)) => self.finish_transfer_of(number),
-                outcome => return outcome,
-            }
-        }
-    }
-
-    /// Waits for the end of a transfer of an extent, if there is one.
-    fn finish_transfer_of(&self, number: u32) {
-        let state = self.state.lock();
-        let of = |job: &Job| job.subject.extent == number && job.is_in_use();
-        match state.tickets.idle(of).first().copied() {
-            Some(ticket) => {
-                drop(state);
-                self.drive_idle(ticket);
-            }
-            None if state.catalog.is_being_written(number) || state.catalog.is_read(number) => {
-                drop(self.changed.wait(state));
-            }
-            None => {}
-        }
-    }
-
-    /// Copies an extent's contents to healthy paths, and installs the copy.
-    pub(super) fn move_extent(&self, extent: u32, origin: fn(Arc<Contents>) -> WriteOrigin) -> Result<()> {
-        let contents = self.state.lock().catalog.current(extent)?;
-        let reserved = self.begin_write(extent, &origin(Arc::clone(&contents)))?;
-        self.end_fill(&reserved, self.copy_contents(&reserved, &contents))?;
-        log::write(Level::Info, &format!("extent {:?} of a tier was moved", reserved.subject.name));
-        Ok(())
-    }
-
-    /// Ends a write whose chunks were filled, or were not.
-    pub(super) fn end_fill(
-        &self,
-        reserved: &Reservation,
-        filled: Result<(Vec<Chunk>, Arc<[u64]>)>,
-    ) -> Result<()> {
-        let mut state = self.state.lock();
-        let outcome = match filled {
-            Ok((chunks, checksums)) => state.catalog.install(reserved, chunks, checksums).map(drop),
-            Err(error) => {
-                state.catalog.fail(reserved, &error);
-                Err(error)
-            }
-        };
-        drop(state);
-        self.changed.notify_all();
-        outcome
-    }
-
-    fn copy_contents(&self, reserved: &Reservation, contents: &Contents) -> Result<(Vec<Chunk>, Arc<[u64]>)> {
-        let subject = &reserved.subject;
-        let checksums = match contents.checksums() {
-            Some(checksums) => Arc::clone(checksums),
-            None => self.stored_checksums(subject, contents.version())?,
-        };
-        let chunks = self.fill(reserved, |chunks| {
-            let mut copy = Copy { tier: self, subject, chunks, refused: None };
-            let (version, tier) = (contents.version(), self.identity.tier);
-            let copied = copy
-                .write_headers(&checksums)
-                .and_then(|()| walk(&self.volumes, tier, subject, version, Some(&checksums), &mut copy));
-            copied.map_err(|error| Refusal { error, refused: copy.refused })
-        })?;
-        Ok((chunks, checksums))
-    }
-
-    /// Allocates space for a whole extent, which `write` fills. If a path does not accept a part, all is written again, to
-    /// other paths.
-    pub(super) fn fill(
-        &self,
-        reserved: &Reservation,
-        mut write: impl FnMut(&mut [Chunk]) -> std::result::Result<(), Refusal>,
-    ) -> Result<Vec<Chunk>> {
-        let (shape, mut excluded) = (&*reserved.subject.shape, vec![false; self.volumes.len()]);
-        loop {
-            let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
-            let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, reserved.home)?;
-            let Err(Refusal { error, refused }) = write(&mut chunks) else { return Ok(chunks) };
-            // After a deadline the system may still write to the chunk, so its space stays allocated.
-            chunks.retain(|chunk| refused != Some((chunk.path, chunk.first)) || !may_go_on(&error));
-            self.state.lock().catalog.paths_mut().free_chunks(shape, &chunks);
-            let Some((path, _)) = refused else { return Err(error) };
-            self.mark_after(path as usize, true, &error);
-            excluded[path as usize] = true;
-        }
-    }
-
-    fn stored_checksums(&self, subject: &Subject, version: &Version) -> Result<Arc<[u64]>> {
-        let mut checksums = Vec::new();
-        let too_many = |_| Error::LimitReached("out of memory for the checksums of an extent".to_string());
-        checksums.try_reserve_exact(subject.shape.blocks() as usize).map_err(too_many)?;
-        for chunk in &version.chunks {
-            let path = chunk.path as usize;
-            let header = read_header(self.volume(path)?, chunk, subject, self.identity.tier);
-            let header = header.inspect_err(|error| {
-                if error.tier_kind().is_none() {
-                    self.mark_after(path, false, error);
-                }
-            });
-            checksums.extend(header?.checksums);
-        }
-        Ok(checksums.into())
-    }
-}
-
-/// Why chunks were not filled.
-#[derive(Debug)]
-pub(super) struct Refusal {
-    pub(super) error: Error,
-    /// Path and first block of the chunk that a path did not accept, if that is the reason.
-    pub(super) refused: Option<(u32, u32)>,
-}
-
-impl Refusal {
-    /// An error that no other path would avoid.
-    pub(super) fn of(error: Error) -> Refusal {
-        Refusal { error, refused: None }
-    }
-}
-
-/// Receiver of the blocks of a move: writes them into other chunks.
-struct Copy<'a> {
-    tier: &'a Tier,
-    subject: &'a Subject,
-    chunks: &'a mut [Chunk],
-    /// Path and first block of the chunk that a path did not accept.
-    refused: Option<(u32, u32)>,
-}
-
-impl Copy<'_> {
-    fn write_headers(&mut self, checksums: &[u64]) -> Result<()> {
-        for chunk in self.chunks.iter_mut() {
-            let volume = self.tier.volume(chunk.path as usize)?;
-            let header = chunk_header(volume, chunk, self.subject, checksums, self.tier.identity)?;
-            let written = volume.ended(volume.write(chunk.offset, header.transfer()));
-            written.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))?;
-        }
-        Ok(())
-    }
-}
-
-impl BlockVisitor for Copy<'_> {
-    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
-        let shape = &*self.subject.shape;
-        let end = run.block + run.count(shape);
-        for chunk in self.chunks.iter() {
-            let (first, last) = (run.block.max(chunk.first), end.min(chunk.first + chunk.count));
-            if first >= last {
-                continue;
-            }
-            let volume: &Volume = self.tier.volume(chunk.path as usize)?;
-            for part in shape.runs(first, last - first) {
-                let from = bytes.part((part.from - run.from) as usize, part.len as usize);
-                let written = volume.ended(volume.write(chunk.block_offset(shape, part.block), from));
-                written.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn damage(&mut self, error: Error) -> Result<()> {
-        Err(error)
-    }
-
-    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
-        self.tier.mark_after(path, false, &error);
-        Err(error)
     }
 }

@@ -44,6 +44,11 @@ impl Buffers {
     pub(super) fn gentle(block_bytes: u64) -> Buffers {
         Buffers { most: 1, bytes: whole_blocks(GENTLE, block_bytes) }
     }
+
+    /// These, but no larger than `bytes`.
+    pub(super) fn within(self, bytes: u64) -> Buffers {
+        Buffers { bytes: self.bytes.min(bytes), ..self }
+    }
 }
 
 fn whole_blocks(bytes: u64, block_bytes: u64) -> u64 {
@@ -55,8 +60,8 @@ pub(super) trait Route<P> {
     /// Starts to fetch a part.
     fn fetch(&mut self, part: &P, buffer: &TransferBuffer) -> Result<u64>;
 
-    /// Waits until the part is fetched.
-    fn fetched(&mut self, part: &P, handle: u64) -> Result<()>;
+    /// Waits until the part is fetched, if it was `started`.
+    fn fetched(&mut self, part: &P, started: Result<u64>) -> Result<()>;
 
     /// Checks a fetched part.
     fn check(&mut self, part: &P, buffer: &TransferBuffer) -> Result<()>;
@@ -64,12 +69,12 @@ pub(super) trait Route<P> {
     /// Starts to store a part.
     fn store(&mut self, part: &P, buffer: &TransferBuffer) -> Result<u64>;
 
-    /// Waits until the part is stored.
-    fn stored(&mut self, part: &P, handle: u64) -> Result<()>;
+    /// Waits until the part is stored, if that was `started`.
+    fn stored(&mut self, part: &P, started: Result<u64>) -> Result<()>;
 }
 
-/// A part with the memory that it is in, and the handle of its transfer.
-type UnderWay<P> = VecDeque<(P, u64, Scratch)>;
+/// A part with the memory that it is in, and its transfer.
+type UnderWay<P> = VecDeque<(P, Result<u64>, Scratch)>;
 
 /// Takes parts along a route, until `stop`.
 pub(super) fn run<P>(
@@ -91,21 +96,21 @@ pub(super) fn run<P>(
                 None => Scratch::new(buffers.bytes as usize)?,
             };
             made = (made + 1).min(buffers.most);
-            let handle = route.fetch(&part, &buffer.transfer())?;
-            coming.push_back((part, handle, buffer));
+            let started = route.fetch(&part, &buffer.transfer());
+            coming.push_back((part, started, buffer));
         }
         // Half of the buffers may be on the way out before the lane waits for them.
         if (going.len() <= buffers.most / 2 || coming.is_empty())
-            && let Some((part, handle, buffer)) = coming.pop_front()
+            && let Some((part, started, buffer)) = coming.pop_front()
         {
-            route.fetched(&part, handle)?;
+            route.fetched(&part, started)?;
             route.check(&part, &buffer.transfer())?;
-            let handle = route.store(&part, &buffer.transfer())?;
-            going.push_back((part, handle, buffer));
+            let started = route.store(&part, &buffer.transfer());
+            going.push_back((part, started, buffer));
             return Ok(true);
         }
-        let Some((part, handle, buffer)) = going.pop_front() else { return Ok(false) };
-        route.stored(&part, handle)?;
+        let Some((part, started, buffer)) = going.pop_front() else { return Ok(false) };
+        route.stored(&part, started)?;
         free.push(buffer);
         Ok(true)
     };
@@ -116,8 +121,8 @@ pub(super) fn run<P>(
         }
     };
     // Empty unless the lane failed or was stopped. These outcomes change nothing then.
-    coming.into_iter().for_each(|(part, handle, _)| drop(route.fetched(&part, handle)));
-    going.into_iter().for_each(|(part, handle, _)| drop(route.stored(&part, handle)));
+    coming.into_iter().for_each(|(part, started, _)| drop(route.fetched(&part, started)));
+    going.into_iter().for_each(|(part, started, _)| drop(route.stored(&part, started)));
     outcome
 }
 
@@ -171,8 +176,8 @@ mod tests {
             Ok(u64::from(*part))
         }
 
-        fn fetched(&mut self, part: &u32, handle: u64) -> Result<()> {
-            assert_eq!(u64::from(*part), handle);
+        fn fetched(&mut self, part: &u32, started: Result<u64>) -> Result<()> {
+            assert_eq!(u64::from(*part), started?);
             self.under_way -= 1;
             Ok(())
         }
@@ -186,7 +191,7 @@ mod tests {
             Ok(u64::from(*part))
         }
 
-        fn stored(&mut self, part: &u32, _: u64) -> Result<()> {
+        fn stored(&mut self, part: &u32, _: Result<u64>) -> Result<()> {
             self.under_way -= 1;
             self.stored.push(*part);
             Ok(())

@@ -1,5 +1,5 @@
-//! An open tier: its extents, paths and snapshots, verification, close and removal. `jobs` has its transfers, `commit` its
-//! commits, `recover` its open, `export` its exports.
+//! An open tier: its extents, paths and snapshots, close and removal. `jobs` has its transfers, `moves` its moves, `commit`
+//! its commits, `recover` its open, `export` its exports.
 //!
 //! Invariants:
 //! - Until a commit succeeds, an open after a crash finds the state of the previous commit, complete.
@@ -13,18 +13,17 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
+use super::blocks::{Job, TierIdentity, is_hung};
 use super::catalog::{Catalog, Contents, ExtentInfo, Held, HeldContents, View};
 use super::claim::Claims;
-use super::extent::{Run, Shape, check_name};
+use super::extent::{Shape, check_name};
 use super::options::TierOptions;
-use super::paths::{DurableCopy, Health};
-use super::volume::{SuperblockCopy, Volume};
-use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use super::paths::Health;
+use super::volume::Volume;
+use crate::error::{Error, IoKind, Result};
 use crate::io::counters::{EngineStats, EngineTraffic};
 use crate::io::engine::WithoutTurns;
 use crate::log::{self, Level};
-use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::sync::{Lock, Signal, deadline_after};
 
@@ -142,19 +141,6 @@ pub struct Opened {
     pub missing: Vec<String>,
     /// Names of extents with blocks on missing paths.
     pub lost: Vec<String>,
-}
-
-/// Result of a verification.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct VerifyReport {
-    /// Number of extents that have contents.
-    pub extents: u64,
-    /// Number of blocks read.
-    pub blocks: u64,
-    /// Length of these blocks, in bytes.
-    pub bytes: u64,
-    /// One error for each damaged, lost or unreadable part.
-    pub damage: Vec<Error>,
 }
 
 /// State and statistics of a path.
@@ -337,14 +323,6 @@ impl<T: Deref<Target = Tier>> Drop for HeldExtent<T> {
     }
 }
 
-impl<T: Deref<Target = Tier>> HeldExtent<T> {
-    /// Passes the stored blocks of the extent to `visit`, in order, checked with the headers of their chunks.
-    pub(super) fn walk(&self, visit: &mut impl BlockVisitor) -> Result<()> {
-        let Held { subject, contents } = &self.held;
-        walk(&self.tier.volumes, self.tier.identity.tier, subject, contents.version(), None, visit)
-    }
-}
-
 /// Takes a snapshot of a tier. Writes and commits continue meanwhile: they use other space.
 pub(super) fn snapshot<T: Deref<Target = Tier> + Clone>(
     tier: &T,
@@ -379,97 +357,12 @@ impl Drop for Pin {
     }
 }
 
-/// Pins and verification.
+/// Pins.
 impl Tier {
     /// Pins what an extent holds.
     pub fn pin(self: &Arc<Tier>, extent: u32) -> Result<Pin> {
         let contents = self.state.lock().catalog.pin(extent)?;
         Ok(Pin { tier: Arc::clone(self), extent, contents })
-    }
-
-    /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
-    /// result. `Busy` if an extent is being written.
-    pub fn verify(&self) -> Result<VerifyReport> {
-        self.verify_telling(&|_| ())
-    }
-
-    /// As [`Tier::verify`]. Calls `told` with the bytes of blocks that were read, as they pass.
-    pub fn verify_telling(&self, told: &dyn Fn(u64)) -> Result<VerifyReport> {
-        let mut report = self.verify_extents(told)?;
-        report.damage.extend((0..self.volumes.len()).filter_map(|path| self.superblock_damage(path)));
-        Ok(report)
-    }
-
-    pub(super) fn verify_extents(&self, told: &dyn Fn(u64)) -> Result<VerifyReport> {
-        let snapshot = snapshot(&self, View::Current)?;
-        let report = VerifyReport { damage: snapshot.lost, ..VerifyReport::default() };
-        let mut verification = Verification { tier: self, report, told };
-        for extent in snapshot.extents {
-            extent.walk(&mut verification)?;
-            verification.report.extents += 1;
-        }
-        Ok(verification.report)
-    }
-
-    /// Error of the last superblock of a path, if it is damaged. Concurrent commits write to the other copy first. A
-    /// copy therefore counts as damaged only if it was the last one before the read and still is.
-    fn superblock_damage(&self, number: usize) -> Option<Error> {
-        let volume = self.volumes[number].as_ref()?;
-        let last = || {
-            let state = self.state.lock();
-            let path = state.catalog.paths().get(number);
-            path.durable_copy().filter(|_| path.health() != Health::Failed)
-        };
-        loop {
-            let good = last()?;
-            let DurableCopy { copy, sequence } = good;
-            let error = match volume.read_superblock(copy) {
-                Ok(SuperblockCopy::Valid(found)) if found.sequence == sequence => return None,
-                Err(error) => {
-                    self.mark_if_hung(number, &error);
-                    error
-                }
-                Ok(other) => {
-                    let message = match other {
-                        SuperblockCopy::Valid(found) => {
-                            format!("the superblock has sequence {} instead of {sequence}", found.sequence)
-                        }
-                        SuperblockCopy::Blank => "the superblock is blank".to_string(),
-                        SuperblockCopy::Corrupt(message, _) => message,
-                    };
-                    TierError::at(TierKind::Corrupt, volume.superblock_name(copy), message)
-                }
-            };
-            if last() == Some(good) {
-                return Some(error);
-            }
-        }
-    }
-}
-
-/// Receiver of the blocks of a verification.
-struct Verification<'a> {
-    tier: &'a Tier,
-    report: VerifyReport,
-    told: &'a dyn Fn(u64),
-}
-
-impl BlockVisitor for Verification<'_> {
-    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
-        self.report.blocks += run.len.div_ceil(self.tier.block_bytes);
-        self.report.bytes += bytes.len() as u64;
-        (self.told)(bytes.len() as u64);
-        Ok(())
-    }
-
-    fn damage(&mut self, error: Error) -> Result<()> {
-        self.report.damage.push(error);
-        Ok(())
-    }
-
-    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
-        self.tier.mark_if_hung(path, &error);
-        self.damage(error)
     }
 }
 

@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -28,7 +27,6 @@ use crate::io::file::File;
 use crate::io::options::{Options as IoOptions, Request, Target, TurnOptions};
 use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::sys::file::{self, Access};
 use crate::sys::span::Span;
 use crate::sys::sync::{Guard, Lock};
 
@@ -104,21 +102,6 @@ impl Volume {
     /// The data file, to read from it.
     pub(super) fn data_file(&self) -> &Arc<File> {
         &self.data.reader
-    }
-
-    /// A new file on the file system of `directory` that has no name.
-    ///
-    /// The directory is opened by name: a link that has taken its place may lead to another device, which is refused.
-    pub(super) fn unnamed_file(&self, directory: PathBuf) -> Result<Arc<File>> {
-        let (direct, device) = (self.engine.options().direct, self.data.reader.identity().device);
-        self.call(Doing::Opening, move |_, _| {
-            let open = |direct| file::unnamed(&directory, direct);
-            let file = File::open_with(&directory, Access::Write { mode: 0o600 }, direct, open)?;
-            if file.identity().device != device {
-                return Err(Error::invalid("path", "leads to another device than its data"));
-            }
-            Ok(Arc::new(file))
-        })
     }
 
     /// False if the data is lost when the process ends.

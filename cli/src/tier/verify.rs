@@ -3,7 +3,7 @@
 
 use spillway::error::{Error, Result, TierKind};
 use spillway::tier::inspect::Found;
-use spillway::tier::store::VerifyReport;
+use spillway::tier::verify::VerifyReport;
 
 use super::which::{Which, open, plain, step_of};
 use crate::progress::Copying;

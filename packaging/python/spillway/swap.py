@@ -157,8 +157,7 @@ class Swap(_NativeHandle):
             machine, and a cgroup, have left for this rank. What exceeds the least caches states.
         ratio: Share of each path in the state, a number per path; None: in proportion to the measured bandwidths.
         speeds: First estimates of the paths' bandwidths, in bytes per second; None: in proportion to the state that the tier
-            holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
-            division is equal at first, and the first writes measure the paths.
+            holds. Without any the division is equal at first, and the first writes measure the paths.
         huge_pages: Use 2 MiB pages for the buffers.
         pin_memory: Lock the buffers' pages in memory.
         split_master: Store param without its upper halves, see the module's description.

@@ -12,11 +12,9 @@ since then are lost."""
 from __future__ import annotations
 
 import atexit
-import copy
 import ctypes
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, overload
@@ -25,23 +23,19 @@ from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
 from ._attributes import Fixed
 from ._commit import Commit
-from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
 from ._progress import Watched
 from ._snapshot import Snapshot, bytes_to_import
-from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
-from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
+from ._transfers import TransferHandle, end_of, seconds_left
+from .errors import InvalidArgumentError, NotFoundError, TimedOutError
 
 HEALTH = ("healthy", "draining", "failed", "missing")
 _NO_DIRECT, _AT_STEP, _KEEP_BEFORE = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP, _abi.TIER_FLAG_KEEP_BEFORE
 _TEXT_BYTES, _MOST_U32 = 4096, (1 << 32) - 1
 
-# Beyond _MOST_IN_FLIGHT tickets in flight, a put releases finished puts; the last _MOST_ENDED outcomes are kept.
-_MOST_IN_FLIGHT, _MOST_ENDED = 256, 4096
 
-
-class Tier(_NativeHandle):
+class Tier(TransferHandle):
     """An open tier. Thread-safe.
 
     If a path fails or is full, new blocks are written to the other paths.
@@ -128,12 +122,7 @@ class Tier(_NativeHandle):
         self._streams: dict[int, tuple[int, ...]] = {}
         places = [row.directory and os.fsdecode(row.directory) for row in options.paths[: options.path_count]]
         self._asked = {"job": job, "rank": rank, "world": world, "paths": places}
-        self._in_flight = _kept.Submitted()
-        self._by_number: dict[int, Ticket] = {}
-        #: Puts and gets that were begun, and whose ticket the caller does not have: each until _begin returns it.
-        self._unclaimed: dict[Ticket, None] = {}
-        self._ended: dict[int, int] = {}
-        self._failed: dict[int, SpillwayError] = {}
+        self._begin_transfers()
         #: Commits that may be in flight.
         self._commits = _kept.Living()
         self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
@@ -226,50 +215,7 @@ class Tier(_NativeHandle):
             CorruptError: A block that was read does not match its checksum.
             IoError: The transfer failed. With status 26 (the path did not respond in time) the arrays stay allocated
                 for good, and the system may still change their content."""
-        ticket = number(ticket, "ticket")
-        entry, end = self._by_number.get(ticket), _end_of(timeout)
-        if entry is None and (generation := self._outcome_of(ticket)) is not None:
-            return generation
-        # A put or get that a signal handler interrupted may be in _in_flight but not yet in _by_number.
-        entry = (
-            entry
-            or next((other for other in self._in_flight.tokens() if other.number.value == ticket), None)
-            or Ticket(False, False, ticket)
-        )
-        while entry.outcome() is None:
-            left = None if end is None else _left(end) * 1000
-            slice_ms: float = SLICE_MS if left is None else min(SLICE_MS, left)
-            status = self._through(lambda handle: entry.wait(handle, slice_ms))
-            if status == TIMEOUT and slice_ms == left:
-                _native.check(status)
-            elif entry.own and status == ELSEWHERE and entry.outcome() is None:
-                # Another thread has taken the outcome, and records it as soon as it runs.
-                if left == 0:
-                    raise TimedOutError(f"timed out: another thread is waiting for ticket {ticket}; let one thread wait for it")
-                time.sleep(POLL_SECONDS)
-            elif status and status == entry.outcome():
-                try:
-                    _native.check(status)
-                finally:
-                    self._release(entry)
-        self._release(entry)
-        if outcome := entry.outcome():
-            raise from_status(
-                outcome,
-                f"ticket {ticket} failed, and a signal handler interrupted the wait that had its message; the status names the cause",
-            )
-        return entry.generation.value
-
-    def _transfer(self, tickets: Iterable[int]) -> None:
-        """Waits for puts and gets, which the iterable begins. None of this tier is in flight afterwards, also after an error."""
-        # An interrupt may have ended this function before.
-        self._through(lambda handle: self._await_tickets(handle, None))
-        try:
-            for ticket in list(tickets):
-                self.wait(ticket)
-        except BaseException:
-            self._through(lambda handle: self._await_tickets(handle, None))
-            raise
+        return self._outcome(number(ticket, "ticket"), timeout)
 
     @overload
     def commit(self, step: int, payload: bytes | bytearray | memoryview = ..., wait: Literal[True] = ...) -> None: ...
@@ -300,30 +246,13 @@ class Tier(_NativeHandle):
         ended()
         return None
 
-    def _puts_end(self) -> Callable[[], None]:
-        """What to call after a commit that begins now: all earlier puts have ended then, and their arrays are free. Raises the error of a
-        put that failed."""
-        before = [entry for entry in self._in_flight.tokens() if entry.put]
-        for entry in before:
-            if entry.outcome():
-                self._reap(entry)
-        for failed in list(self._failed.values()):
-            # A copy, because a raised error refers to this tier by its traceback, and the tier to the error.
-            raise copy.copy(failed)
-
-        def ended() -> None:
-            for entry in before:
-                self._reap(entry)
-
-        return ended
-
     def rollback(self) -> None:
         """Discards everything put since the last commit.
 
         Raises:
             OutOfOrderError, BusyError: A Swap has changed states; roll back with it."""
         self._call("spw_tier_rollback")
-        self._failed.clear()
+        self._forget_failures()
 
     def extents(self) -> list[Extent]:
         """Returns all extents."""
@@ -477,13 +406,13 @@ class Tier(_NativeHandle):
         Raises:
             TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
                 responding, the tier is closed, as the message says."""
-        end, timeout = _end_of(timeout), _arguments.seconds(timeout)
+        end, timeout = end_of(timeout), _arguments.seconds(timeout)
         self._end_turns()
         for commit in self._commits.list():
-            commit.finish(None if end is None else _left(end))
+            commit.finish(None if end is None else seconds_left(end))
         try:
             self._end(
-                lambda: _arguments.milliseconds(None if end is None else _left(end)),
+                lambda: _arguments.milliseconds(None if end is None else seconds_left(end)),
                 timeout=timeout,
                 before=lambda handle: self._await_tickets(handle, end),
             )
@@ -511,56 +440,6 @@ class Tier(_NativeHandle):
             with suppress(InvalidArgumentError):
                 self._call("spw_tier_end_turns")
 
-    def _await_tickets(self, handle: Any, end: float | None) -> None:
-        """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
-        ignored: everything not committed is lost, or put again."""
-        for entry in self._in_flight.tokens():
-            if (
-                entry.number.value
-                and entry.outcome() is None
-                and entry.wait(handle, _arguments.milliseconds(None if end is None else _left(end))) == TIMEOUT
-            ):
-                raise TimedOutError(
-                    f"timed out while closing this Tier: {len(self._in_flight)} puts and gets are in flight; it is still open, "
-                    "close it again later"
-                )
-            self._release(entry)
-
-    def _reap(self, entry: Ticket) -> None:
-        """Releases a put that has ended, and records its outcome."""
-        if not entry.number.value:
-            return
-        if entry.outcome() is None:
-            self._through(lambda handle: entry.wait(handle, 0))
-        status = entry.outcome()
-        if status is None:
-            return
-        try:
-            _native.check(status)
-        except SpillwayError as error:
-            # The next commit would silently lack this put, so `committing` raises the error.
-            self._failed[entry.number.value] = error.with_traceback(None)
-        self._ended[entry.number.value] = entry.generation.value
-        if len(self._ended) > _MOST_ENDED:
-            # Several threads may do so at once.
-            for oldest in list(self._ended)[: _MOST_ENDED // 4]:
-                self._ended.pop(oldest, None)
-        self._release(entry)
-
-    def _outcome_of(self, ticket: int) -> int | None:
-        """The version that a put has written that a commit has collected; None: there is no such put, or another thread has taken it."""
-        generation = self._ended.pop(ticket, None)
-        failed = None if generation is None else self._failed.pop(ticket, None)
-        if failed is not None:
-            # A copy, as for a commit.
-            raise copy.copy(failed)
-        return generation
-
-    def _release(self, entry: Ticket) -> None:
-        # In this order: after an interrupt in between the entry is still in _in_flight, where it is found again.
-        self._by_number.pop(entry.number.value, None)
-        (self._in_flight.lose if entry.in_use() else self._in_flight.over)([entry])
-
     def _opened(self) -> Opened:
         info = _abi.sized(_abi.TierOpenedInfo)
         self._call("spw_tier_get_opened", ctypes.byref(info), None, 0)
@@ -585,45 +464,6 @@ class Tier(_NativeHandle):
                     f"Tier: arrays[{n}] has {given} bytes, stream {n} of extent {extent} has {size}; pass an array of the stream's size"
                 )
         return addresses
-
-    def _begin(self, put: bool, function: str, extent: int, arrays: Sequence[Any], streams: Any, *arguments: Any) -> int:
-        if len(self._in_flight) > _MOST_IN_FLIGHT:
-            for entry in self._in_flight.tokens()[: _MOST_IN_FLIGHT // 4]:
-                if entry.put:
-                    self._reap(entry)
-        self._end_lost()
-        entry = Ticket(put)
-
-        def begin(outcome: list[int]) -> None:
-            self._unclaimed[entry] = None
-            self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number))
-
-        try:
-            self._in_flight.submit([_arrays.held(array) for array in arrays], begin, entry)
-            self._by_number[entry.number.value] = entry
-            if entry not in self._in_flight:
-                # A commit in another thread has already released the entry.
-                self._by_number.pop(entry.number.value, None)
-            # No call follows, in which a signal handler could raise: from here on the caller has the ticket.
-            del self._unclaimed[entry]
-        except BaseException:
-            entry.lost = True
-            raise
-        return entry.number.value
-
-    def _end_lost(self) -> None:
-        """Waits for the puts and gets whose ticket was lost: a signal handler raised before the caller had it. Without this wait their
-        extents would be busy, and a get could still write to an array that the caller uses again."""
-        for entry in list(self._unclaimed):
-            # Not lost: another thread, or what this signal handler interrupts, is inside of _begin, and gets the ticket later.
-            if not entry.lost:
-                continue
-            self._in_flight.end_refused(entry)
-            if entry in self._in_flight and entry.number.value:
-                # A commit fails if the extent of a put that failed is not put again.
-                with suppress(SpillwayError):
-                    self.wait(entry.number.value)
-            self._unclaimed.pop(entry, None)
 
     def _all(self, function: str, structure_type: Any) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = []
@@ -699,12 +539,3 @@ def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = N
     except NotFoundError:
         return False
     return True
-
-
-def _end_of(timeout: float | None) -> float | None:
-    seconds = _arguments.seconds(timeout)
-    return None if seconds is None else time.monotonic() + seconds
-
-
-def _left(end: float) -> float:
-    return max(0.0, end - time.monotonic())

@@ -57,8 +57,7 @@ pub struct spw_swap_options {
     /// bandwidths (MLP-Offload Eq. 1).
     pub ratio: In<f64>,
     /// Initial estimate of each path's bandwidth, in bytes per second. NULL: in proportion to the state that the tier
-    /// holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
-    /// division is equal at first, and the first writes measure the paths.
+    /// holds. Without any the division is equal at first, and the first writes measure the paths.
     pub speeds: In<f64>,
     /// NUMA node, used with SPW_SWAP_FLAG_BIND_NODE.
     pub node: u32,

@@ -100,7 +100,7 @@ impl Traffic {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Traffic> {
         let paths = tier.paths();
         let speeds = match options.speeds.is_empty() {
-            true => unknown_speeds(tier, options),
+            true => first_speeds(tier),
             false => options.speeds.clone(),
         };
         let seen = observed(tier);
@@ -262,26 +262,15 @@ fn observed(tier: &Tier) -> Vec<Observed> {
     tier.flows().iter().map(of).collect()
 }
 
-/// The least state for which paths are measured. Its first writes take longer than the measurement.
-const MEASURED_FROM: u64 = 256 << 20;
-
-/// Speeds of paths of which the caller knows nothing: those of a measurement for a large state that is new, else
-/// [`first_speeds`].
-fn unknown_speeds(tier: &Tier, options: &SwapOptions) -> Vec<f64> {
-    let blocks: Vec<u64> = (0..tier.paths().len()).map(|path| tier.blocks_on(path as u32)).collect();
-    let stored =
-        options.subgroups.iter().filter_map(|elements| encoding::stored_bytes(options.usual, *elements));
-    let bytes = stored.fold(0, u64::saturating_add);
-    let is_new = blocks.iter().all(|blocks| *blocks == 0);
-    let measures = is_new && blocks.len() > 1 && options.ratio.is_none() && bytes >= MEASURED_FROM;
-    let measured = measures.then(|| tier.measured_speeds()).flatten();
-    measured.unwrap_or_else(|| first_speeds(blocks))
-}
-
 /// Speeds of paths that no transfer has shown yet. States that are stored already were divided by speed, so each path gets
 /// its share as speed, and one without any the mean of the others. All speeds are equal without stored states. The values
 /// are far below real ones: the first transfers replace all of them by what they show.
-fn first_speeds(blocks: Vec<u64>) -> Vec<f64> {
+fn first_speeds(tier: &Tier) -> Vec<f64> {
+    shares((0..tier.paths().len()).map(|path| tier.blocks_on(path as u32)).collect())
+}
+
+/// The blocks of each path as parts of their mean, 1 for a path without any.
+fn shares(blocks: Vec<u64>) -> Vec<f64> {
     let used = blocks.iter().filter(|blocks| **blocks > 0).count();
     let mean = blocks.iter().sum::<u64>() as f64 / used.max(1) as f64;
     blocks.into_iter().map(|blocks| if blocks > 0 { blocks as f64 / mean } else { 1.0 }).collect()
@@ -304,12 +293,12 @@ fn parts_of(taken: &[u64], shape: &Shape) -> PathRuns {
 
 #[cfg(test)]
 mod tests {
-    use super::first_speeds;
+    use super::shares;
 
     #[test]
     fn speeds_are_at_first_as_stored_states_are_divided() {
-        assert_eq!(first_speeds(vec![0, 0]), [1.0, 1.0]);
-        assert_eq!(first_speeds(vec![30, 10]), [1.5, 0.5]);
-        assert_eq!(first_speeds(vec![30, 0, 10]), [1.5, 1.0, 0.5], "a path that is new");
+        assert_eq!(shares(vec![0, 0]), [1.0, 1.0]);
+        assert_eq!(shares(vec![30, 10]), [1.5, 0.5]);
+        assert_eq!(shares(vec![30, 0, 10]), [1.5, 1.0, 0.5], "a path that is new");
     }
 }

@@ -3,9 +3,10 @@
 #![forbid(unsafe_code)]
 
 use super::*;
-use crate::error::{Error, IoKind, TierKind};
-use crate::tier::Health;
+use crate::error::{Doing, Error, IoError, IoKind, TierKind};
+use crate::tier::catalog::WriteOrigin;
 use crate::tier::extent::Chunk;
+use crate::tier::{Health, PathReport};
 
 /// Runs three steps with reads between them; returns the last step reached and the first error.
 fn run(tier: &Tier) -> (u64, Option<Error>) {
@@ -233,6 +234,39 @@ fn the_place_of_a_stuck_write_is_not_given_to_another() {
     let stuck = used_after(&|nth| Faults { hang_nth: Some(nth), ..Faults::default() });
     assert_eq!(failed, 0);
     assert!(stuck >= STREAMS[1][0], "{stuck}");
+}
+
+/// Two paths refuse a part of the same move or import: each is marked, none is asked again, and the space of both stays
+/// allocated if the system may still write there.
+#[test]
+fn each_path_that_refuses_a_part_of_new_chunks_counts() {
+    let used_after = |kind: IoKind| {
+        let disks = [Disk::default(), Disk::default(), Disk::default()];
+        let mut options = on_disks(&disks, &[]);
+        let size = |path: &mut PathOptions| (path.limit, path.reserve) = (Some(4 * BLOCK), 4 * BLOCK);
+        options.paths[..2].iter_mut().for_each(size);
+        let tier = Tier::open(options).unwrap();
+        tier.set_health(2, Health::Draining, "the extent does not fit elsewhere").unwrap();
+        let extent = tier.define("new", &[4 * BLOCK]).unwrap();
+        let reserved = tier.begin_write(extent, &WriteOrigin::Caller).unwrap();
+        let mut attempts = Vec::new();
+        let filled = tier.fill(&reserved, |new| {
+            attempts.push(new.chunks().iter().map(|chunk| chunk.path).collect::<Vec<_>>());
+            tier.set_health(2, Health::Healthy, "").unwrap();
+            for chunk in new.chunks().iter().filter(|chunk| chunk.path < 2) {
+                let run = reserved.subject.shape.runs(chunk.first, chunk.count)[0];
+                new.stored(&run, Err(IoError::about(kind, Doing::Writing, "data").into())).unwrap_err();
+            }
+            let sum = crate::checksum::of(&[0; BLOCK as usize]);
+            if attempts.len() == 1 { Err(Error::Busy("it failed".to_string())) } else { Ok([sum; 4].into()) }
+        });
+        assert_eq!(filled, Ok(()));
+        assert_eq!(attempts, [vec![0, 1], vec![2]]);
+        let used = |path: &PathReport| (path.health == Health::Failed).then(|| path.file_bytes - path.free);
+        tier.paths()[..2].iter().map(|path| used(path).unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(used_after(IoKind::Failed), [0, 0]);
+    assert_eq!(used_after(IoKind::Deadline), [4 * BLOCK, 2 * BLOCK]);
 }
 
 #[test]

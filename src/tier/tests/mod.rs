@@ -11,7 +11,6 @@ mod faults;
 mod format;
 mod hang;
 mod in_flight;
-mod measure;
 mod memory;
 mod opening;
 mod others;

@@ -187,7 +187,7 @@ class Block(_Strict):
         None, _PER_PATH, "Share of each path in the state; without it in proportion to the measured bandwidths."
     )
     speeds: _Numbers | None = _setting(
-        None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the paths are measured."
+        None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the first writes measure the paths."
     )
     host_memory: _HostMemory = _setting(
         None,

@@ -118,6 +118,31 @@ def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
     assert slabs.bytes == 0
 
 
+def test_memory_is_pageable_where_neither_the_library_nor_torch_locks_any(monkeypatch):
+    slabs, empty = locked(Driver(0)), torch.empty
+
+    def refusing(*given, pin_memory=False, **named):
+        if pin_memory:
+            raise torch.OutOfMemoryError("no page can be locked")
+        return empty(*given, **named)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    with pytest.warns(UserWarning) as told:
+        first = slabs.memory((MIB,), torch.float32).fill_(1)
+    assert [str(warning.message).split(" (")[0] for warning in told] == [
+        "spillway: the driver locks no memory of the library",
+        "spillway: torch locks no more memory either",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = slabs.memory((5,), torch.float32).fill_(2)
+    assert bool((first == 1).all()) and bool((second == 2).all()) and slabs.memory((0,), torch.float32).shape == (0,)
+    assert slabs.bytes >= 4 * MIB
+    del first, second
+    gc.collect()
+    assert slabs.bytes == 0
+
+
 def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_path):
     slabs = _slabs.Slabs(_slabs.Pages())
     one, other = slabs.memory((1000,), torch.float32), slabs.memory((3 * MIB,), torch.float32)

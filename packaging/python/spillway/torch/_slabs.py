@@ -142,18 +142,23 @@ class Slabs:
         # For each thread the slabs that have bytes left, and the first one of these; the newest slab is the last.
         self._mine = threading.local()
         self._refused = False
+        # Memory in place of that which torch cannot lock; None: it could so far.
+        self._pageable: Slabs | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of all slabs."""
-        return sum([*self._sizes.values()])
+        return sum([*self._sizes.values()]) + (0 if self._pageable is None else self._pageable.bytes)
 
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory."""
+        """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory, and pageable memory if torch
+        locks none either."""
         elements = math.prod(shape)
         size = elements * dtype.itemsize
-        if self._refused or not size:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._refused and bool(size))
+        if not size:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if self._refused:
+            return self._of_torch(shape, dtype)
         try:
             slab, start = self._place(size)
         except UnsupportedError as error:
@@ -165,6 +170,21 @@ class Slabs:
             )
             return self.memory(shape, dtype)
         return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
+
+    def _of_torch(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """torch's page-locked memory; pageable memory from the first time on that it locks none."""
+        if self._pageable is None:
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pageable = Slabs(Pages())
+                warnings.warn(
+                    f"spillway: torch locks no more memory either ({error}), so further host memory is pageable: the device copies it "
+                    "through the driver's buffers, and the program waits for each copy. Let the system lock more memory, or keep fewer "
+                    "bytes, as docs/states.md shows",
+                    stacklevel=2,
+                )
+        return self._pageable.memory(shape, dtype)
 
     def _place(self, size: int) -> tuple[Any, int]:
         left: list[tuple[Callable[[], Any], int]] = getattr(self._mine, "left", [])

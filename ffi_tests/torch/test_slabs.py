@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -10,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from spillway import topo
 from spillway.errors import UnsupportedError
 from spillway.torch import _slabs
 
@@ -19,8 +21,8 @@ MIB = 1 << 20
 class Driver:
     """Notes what is registered; refuses after a number of registrations."""
 
-    def __init__(self, most=1000):
-        self.live, self.calls, self.most = {}, 0, most
+    def __init__(self, most=1000, node=None):
+        self.live, self.calls, self.most, self.node = {}, 0, most, node
 
     def register(self, address, size):
         self.calls += 1
@@ -77,8 +79,8 @@ def test_a_slab_goes_with_its_last_tensor():
 
 def test_forty_gigabytes_have_few_registrations_and_little_waste(monkeypatch):
     made = []
-    monkeypatch.setattr(_slabs.Pages, "take", lambda size, freed: made.append(size) or _Sized(size))
-    slabs, keep = _slabs.Slabs(_slabs.Pages), []
+    monkeypatch.setattr(_slabs.Pages, "take", lambda self, size, freed: made.append(size) or _Sized(size))
+    slabs, keep = _slabs.Slabs(_slabs.Pages()), []
     sizes = [size for _ in range(80) for size in (4096 * 4096 * 2, 3584 * 1021 * 2, 11003 * 4096 * 2, 4096 * 2, 300)] * 4
     for size in sizes:
         keep.append(slabs._place(size)[0])
@@ -116,6 +118,31 @@ def test_torchs_memory_is_used_where_the_driver_locks_none(monkeypatch):
     assert slabs.bytes == 0
 
 
+def test_memory_is_pageable_where_neither_the_library_nor_torch_locks_any(monkeypatch):
+    slabs, empty = locked(Driver(0)), torch.empty
+
+    def refusing(*given, pin_memory=False, **named):
+        if pin_memory:
+            raise torch.OutOfMemoryError("no page can be locked")
+        return empty(*given, **named)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    with pytest.warns(UserWarning) as told:
+        first = slabs.memory((MIB,), torch.float32).fill_(1)
+    assert [str(warning.message).split(" (")[0] for warning in told] == [
+        "spillway: the driver locks no memory of the library",
+        "spillway: torch locks no more memory either",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = slabs.memory((5,), torch.float32).fill_(2)
+    assert bool((first == 1).all()) and bool((second == 2).all()) and slabs.memory((0,), torch.float32).shape == (0,)
+    assert slabs.bytes >= 4 * MIB
+    del first, second
+    gc.collect()
+    assert slabs.bytes == 0
+
+
 def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_path):
     slabs = _slabs.Slabs(_slabs.Pages())
     one, other = slabs.memory((1000,), torch.float32), slabs.memory((3 * MIB,), torch.float32)
@@ -130,6 +157,46 @@ def test_memory_of_the_process_is_private_exact_and_goes_with_its_tensors(tmp_pa
     del one, other
     gc.collect()
     assert slabs.bytes == 0
+
+
+def numa_map(tensor):
+    """The line of /proc/self/numa_maps of the mapping that holds a tensor."""
+    with open("/proc/self/numa_maps") as maps:
+        starts = {int(line.split()[0], 16): line for line in maps}
+    return starts[max(start for start in starts if start <= tensor.data_ptr())]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="the kernel has no NUMA")
+def test_page_locked_slabs_are_whole_and_on_the_node_of_their_device():
+    slabs = locked(Driver(node=0))
+    small, large = slabs.memory((1000,), torch.float32), slabs.memory((20 * MIB + 3,), torch.float32)
+    for tensor in (small, large):
+        found = topo.pages_at(tensor.data_ptr(), tensor.nbytes, 0)
+        assert found.on_node == found.sampled and " bind:0 " in numa_map(tensor)
+    # Of a device without a known node no slab is bound.
+    assert " default " in numa_map(locked(Driver()).memory((20 * MIB,), torch.float32))
+
+
+def test_a_node_that_the_system_refuses_is_one_warning_and_no_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\nfrom spillway.torch import _slabs\nslabs = _slabs.Slabs(_slabs.Pages(900))\n"
+        "kept = [slabs.memory((1 << 20,), torch.float32).fill_(number) for number in range(3)]\n"
+        "assert all((tensor == number).all() for number, tensor in enumerate(kept))\n"
+    )
+    done = subprocess.run([sys.executable, program], env={**os.environ, "SPILLWAY_LOG": "warn"}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("cannot bind pinned memory to NUMA node 900") == 1, done.stderr
+
+
+def test_memory_is_taken_where_no_thread_of_the_library_starts(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, spillway\nfrom spillway import topo\nfrom spillway.torch import _slabs\n"
+        "tensor = _slabs.Slabs(_slabs.Pages()).memory((20 << 20,), torch.float32)\n"
+        "assert topo.pages_at(tensor.data_ptr(), tensor.nbytes, 0).absent == 0\n"
+    )
+    done = subprocess.run([sys.executable, program], env={**os.environ, "SPILLWAY_NUM_THREADS": "none"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tensors_of_several_threads_have_memory_of_their_own():

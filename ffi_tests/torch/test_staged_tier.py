@@ -1,5 +1,7 @@
-"""spillway.torch.Staged on a tier: bits, commits, kills, rollbacks, state dicts and what is refused."""
+"""spillway.torch.Staged on a tier: bits, commits, kills, rollbacks, snapshots, state dicts and what is refused."""
 
+import copy
+import json
 import os
 import pathlib
 import random
@@ -62,6 +64,12 @@ if not again:
     optimizer._home.tiered.tier.put = put
     optimizer.rollback()
     assert same(params, twins)
+    with optimizer.snapshot({directory!r} + "/snapshot") as begun:
+        begun.wait()
+    torch.distributed.barrier()
+    train([4, 5])
+    optimizer.commit()
+    assert optimizer.restore({directory!r} + "/snapshot") == 4 and same(params, twins)
     train([4])
     optimizer.commit()
     if rank == 1:
@@ -167,6 +175,114 @@ def test_a_rollback_returns_to_the_commit(name, tmp_path):
         chunks = sum(name.startswith("chunk") for _, name, *_ in extents)
         assert chunks == sum(chunk.size > 0 for chunk in optimizer._flow.chunks) and len(extents) - chunks == 1
     optimizer.close()
+
+
+def snapshot(optimizer, directory):
+    with optimizer.snapshot(directory) as begun:
+        return begun.wait()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_restored_snapshot_goes_on_with_the_bits_of_its_run(name, tmp_path):
+    params, twins = parameters(), parameters()
+    optimizer, theirs = on(tmp_path, name, params), CLASSES[name][0](twins, **CLASSES[name][1])
+    train(optimizer, params, range(3))
+    train(theirs, twins, range(3))
+    optimizer.commit(payload=b"epoch 1")
+    assert snapshot(optimizer, tmp_path / "snapshot") == 3
+    saved = optimizer.state_dict()
+    # The steps between change the form of the states, and one of them is committed.
+    train(optimizer, params, range(3, 7))
+    optimizer.commit()
+    train(optimizer, params, range(7, 8))
+    assert optimizer.restore(tmp_path / "snapshot") == 3 and optimizer.payload == b"epoch 1"
+    assert same(params, twins) and same(optimizer.state_dict(), saved)
+    train(optimizer, params, range(3, 5))
+    # It was committed too.
+    optimizer.rollback()
+    assert same(params, twins)
+    optimizer.close()
+    resumed = on(tmp_path, name, parameters(seed=9))
+    assert resumed.resumed_step == 3 and resumed.payload == b"epoch 1"
+    resumed.close()
+    train(theirs, twins, range(3, 6))
+    # Tiers without a commit, with other states or chunks of other sizes under the same numbers.
+    for steps, bound in ((0, 9000), (2, 9000), (4, 1), (4, 1 << 20)):
+        elsewhere = tmp_path / f"elsewhere-{steps}-{bound}"
+        elsewhere.mkdir()
+        others = parameters(seed=7)
+        other = on(elsewhere, name, others, bound)
+        train(other, others, range(steps))
+        assert other.restore(tmp_path / "snapshot") == 3
+        train(other, others, range(3, 6))
+        assert same(others, twins) and same(other.state_dict(), theirs.state_dict())
+        other.close()
+
+
+def test_a_snapshot_that_does_not_fit_is_refused_and_a_damaged_one_loses_no_step(tmp_path):
+    params = parameters()
+    optimizer = on(tmp_path, "nadam", params)
+    with pytest.raises(InvalidArgumentError, match="Staged.restore: the states are in host memory"):
+        Staged(optim.NAdam, parameters()).restore(tmp_path)
+    train(optimizer, params, range(2))
+    optimizer.commit()
+    snapshot(optimizer, tmp_path / "snapshot")
+    train(optimizer, params, range(2, 4))
+    before, saved = copy.deepcopy(params), optimizer.state_dict()
+
+    def refused(error, words, directory):
+        with pytest.raises(error, match=words):
+            optimizer.restore(directory)
+
+    refused(spillway.NoStateError, "no finished snapshot", tmp_path / "nothing")
+    manifest = json.loads((tmp_path / "snapshot" / "manifest.json").read_text())
+    for number, (change, error, words) in enumerate(
+        (
+            ({"rank": 1, "world": 2}, InvalidArgumentError, "rank 1 of 2"),
+            ({"payload": ""}, InvalidArgumentError, "another program"),
+            ({"extents": manifest["extents"][:-1]}, spillway.CorruptError, "lacks .*, which its commit had"),
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        refused(error, words, tmp_path / str(number))
+    (tmp_path / "other").mkdir()
+    for name, given, words in (
+        ("soap", parameters(), "the snapshot was committed with states of .*NAdam, and the class is .*Soap"),
+        ("nadam", parameters()[:-1], "was committed with"),
+    ):
+        other = on(tmp_path / "other", name, given)
+        with pytest.raises(InvalidArgumentError, match=words):
+            other.restore(tmp_path / "snapshot")
+        other.close()
+    assert same(params, before) and same(optimizer.state_dict(), saved)
+    file = next((tmp_path / "snapshot").glob("*.bin"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused(spillway.CorruptError, "checksum", tmp_path / "snapshot")
+    # The steps before were committed, and training goes on.
+    assert same(params, before) and same(optimizer.state_dict(), saved)
+    train(optimizer, params, range(4, 5))
+    optimizer.close()
+    # Nothing is left of a tier without a commit, of which the call could not commit the steps.
+    (tmp_path / "full").mkdir()
+    others = parameters()
+    full = on(tmp_path / "full", "nadam", others)
+    train(full, others, range(2))
+    held = full.state_dict()
+    full._home.tiered.swap._commit = _refuse
+    with pytest.raises(spillway.CorruptError, match="checksum.*the states of before are lost"):
+        full.restore(tmp_path / "snapshot")
+    with pytest.raises(OutOfOrderError):
+        train(full, others, range(2, 3))
+    full.load_state_dict(held)
+    train(full, others, range(2, 3))
+    full.close()
+
+
+def _refuse(*_):
+    raise spillway.IoError("the disk is full")
 
 
 def test_a_state_dict_moves_between_a_tier_and_the_class(tmp_path):

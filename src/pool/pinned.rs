@@ -71,12 +71,13 @@ pub fn alloc(bytes: usize, backing: Backing) -> Result<Span> {
     let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
         return Err(Error::invalid("bytes", format!("{bytes} bytes exceed the address space")));
     };
+    let is_shared = size <= ARENA_SHARE && backing == Backing::default();
+    // Without the lock: many pages take a while.
+    let own = if is_shared { None } else { Some(Region::open(size, backing)?) };
     let mut state = shared.lock();
-    let (region, span) = if size <= ARENA_SHARE && backing == Backing::default() {
-        state.cut(size)?
-    } else {
-        let region = Region::open(size, backing)?;
-        (Arc::clone(&region), region.span())
+    let (region, span) = match own {
+        Some(region) => (Arc::clone(&region), region.span()),
+        None => state.cut(size)?,
     };
     state.live.insert(span.address(), Allocation { region, span, requested: bytes });
     state.bytes += bytes;

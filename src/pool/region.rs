@@ -17,6 +17,7 @@ use std::sync::{Arc, Weak};
 use arc_swap::ArcSwapOption;
 use slab::Slab;
 
+use super::population;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::fork::OpeningProcess;
@@ -84,13 +85,10 @@ impl Region {
     /// Maps, touches and locks `bytes`, and adds the region to the index. Only missing memory is an error; a refused
     /// lock or NUMA node causes a warning.
     pub fn open(bytes: usize, backing: Backing) -> Result<Arc<Region>> {
-        let (mapping, unbound) = Mapping::touched(bytes, backing.huge, backing.node)
+        let (mapping, unbound) = population::touched(bytes, backing.huge, backing.node)
             .map_err(|error| Error::system("allocating pinned memory", &error))?;
         if let (Some(error), Some(node)) = (unbound, backing.node) {
-            let message = format!(
-                "cannot bind pinned memory to NUMA node {node}, so it may be on another node: {error}"
-            );
-            log::write(Level::Warn, &message);
+            warn_unbound(node, &error);
         }
         let locked = backing.lock && lock(&mapping);
         Ok(Region::adopt(Arc::new(mapping), locked))
@@ -280,6 +278,16 @@ impl Lease {
 impl Drop for LeasedPart {
     fn drop(&mut self) {
         self.region.leases().remove(self.key);
+    }
+}
+
+/// Warns once per process: a model has many regions, and their cause is the same.
+fn warn_unbound(node: u32, error: &std::io::Error) {
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    if !WARNED.swap(true, Ordering::Relaxed) {
+        let message =
+            format!("cannot bind pinned memory to NUMA node {node}, so it may be on another node: {error}");
+        log::write(Level::Warn, &message);
     }
 }
 

@@ -89,26 +89,53 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps `bytes`, rounded up to whole pages, binds them to `node` if given, and touches every page. If `huge` and
-    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is not an error; the reason is
-    /// the second value.
+    /// Maps `bytes`, rounded up to whole base or reserved pages, for the pages asked for, and binds them to `node` if given.
+    /// [`Mapping::populate`] takes the pages. A refused node is not an error; the reason is the second value.
     ///
     /// A request larger than the available memory is refused. An overcommitting system might grant the addresses, and
     /// end this process or another one when they are touched.
-    pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+    pub fn unpopulated(
+        bytes: usize,
+        pages: PageKind,
+        node: Option<u32>,
+    ) -> io::Result<(Mapping, Option<io::Error>)> {
         if available_bytes().is_some_and(|available| bytes as u64 > available) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
-        if huge && bytes >= HUGE_PAGE {
-            if let Ok(found) = reserved(round_up(bytes, HUGE_PAGE)?, node) {
-                return Ok(found);
+        let mapping = match pages {
+            PageKind::Base => Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?,
+            PageKind::Transparent => Mapping::of(aligned(round_up(bytes, BASE_PAGE)?)?)?,
+            PageKind::Reserved => {
+                let flags = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+                Mapping { kind: pages, ..Mapping::of(map(round_up(bytes, HUGE_PAGE)?, flags)?)? }
             }
-            return transparent(round_up(bytes, HUGE_PAGE)?, node);
-        }
-        let mapping = Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?;
+        };
         let bound = mapping.bind(node).err();
-        mapping.populate()?;
+        if pages == PageKind::Transparent {
+            mapping.advise(libc::MADV_HUGEPAGE).ok();
+        }
         Ok((mapping, bound))
+    }
+
+    /// Populates the `len` bytes that begin `from` bytes into the mapping, whole pages. Returns an error where a plain write
+    /// would raise SIGBUS.
+    pub fn populate(&self, from: usize, len: usize) -> io::Result<()> {
+        let part = self.span.part(from, len);
+        match advise(part, libc::MADV_POPULATE_WRITE) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                touch(part);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Notes which pages back the mapping, after all of it was populated.
+    pub fn note_kind(&mut self) {
+        let bytes = self.span.len();
+        if self.kind == PageKind::Base && bytes >= HUGE_PAGE && huge_bytes(self.span) >= bytes / 10 * 9 {
+            self.kind = PageKind::Transparent;
+        }
     }
 
     /// The memory.
@@ -139,27 +166,8 @@ impl Mapping {
         })
     }
 
-    /// Populates every page. Returns an error where a plain write would raise SIGBUS.
-    fn populate(&self) -> io::Result<()> {
-        match self.advise(libc::MADV_POPULATE_WRITE) {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                self.touch();
-                Ok(())
-            }
-            other => other,
-        }
-    }
-
-    fn touch(&self) {
-        for at in (0..self.span.len()).step_by(BASE_PAGE) {
-            // SAFETY: inside the mapping, which no other code uses yet.
-            unsafe { self.span.as_ptr().add(at).write_volatile(0) };
-        }
-    }
-
     fn advise(&self, advice: i32) -> io::Result<()> {
-        // SAFETY: the range is mapped; the advice used here discards no contents of this process.
-        check(unsafe { libc::madvise(self.span.as_ptr().cast(), self.span.len(), advice) })
+        advise(self.span, advice)
     }
 }
 
@@ -170,16 +178,21 @@ impl Drop for Mapping {
     }
 }
 
-fn reserved(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
-    let span = map(bytes, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB)?;
-    let mut mapping = Mapping::of(span)?;
-    mapping.kind = PageKind::Reserved;
-    let bound = mapping.bind(node).err();
-    mapping.advise(libc::MADV_POPULATE_WRITE)?;
-    Ok((mapping, bound))
+/// Advice that discards no contents of this process, for a mapped range.
+fn advise(span: Span, advice: i32) -> io::Result<()> {
+    // SAFETY: the range is mapped; the advice used here discards no contents of this process.
+    check(unsafe { libc::madvise(span.as_ptr().cast(), span.len(), advice) })
 }
 
-fn transparent(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+fn touch(span: Span) {
+    for at in (0..span.len()).step_by(BASE_PAGE) {
+        // SAFETY: inside a mapping, in a part that no other code uses yet.
+        unsafe { span.as_ptr().add(at).write_volatile(0) };
+    }
+}
+
+/// Maps bytes that begin at a multiple of a huge page.
+fn aligned(bytes: usize) -> io::Result<Span> {
     let room = map(bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?, 0)?;
     let head = room.address().next_multiple_of(HUGE_PAGE) - room.address();
     let tail = room.len() - head - bytes;
@@ -189,14 +202,7 @@ fn transparent(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<i
             unsafe { libc::munmap(room.part(from, len).as_ptr().cast(), len) };
         }
     }
-    let mut mapping = Mapping::of(room.part(head, bytes))?;
-    let bound = mapping.bind(node).err();
-    mapping.advise(libc::MADV_HUGEPAGE).ok();
-    mapping.populate()?;
-    if huge_bytes(mapping.span) >= bytes / 10 * 9 {
-        mapping.kind = PageKind::Transparent;
-    }
-    Ok((mapping, bound))
+    Ok(room.part(head, bytes))
 }
 
 fn map(bytes: usize, flags: i32) -> io::Result<Span> {
@@ -370,15 +376,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn huge_mappings_are_aligned_and_say_truly_what_backs_them() {
-        let (mapping, refused) = Mapping::touched(3 * HUGE_PAGE + 5, true, None).unwrap();
-        assert!(refused.is_none());
-        assert_eq!((mapping.span().len(), mapping.span().address() % HUGE_PAGE), (4 * HUGE_PAGE, 0));
+    fn huge_mappings_are_aligned_and_exact_and_say_truly_what_backs_them() {
+        let (mut mapping, refused) =
+            Mapping::unpopulated(3 * HUGE_PAGE + 5, PageKind::Transparent, None).unwrap();
+        let bytes = 3 * HUGE_PAGE + BASE_PAGE;
+        assert!(refused.is_none() && mapping.kind() == PageKind::Base);
+        assert_eq!((mapping.span().len(), mapping.span().address() % HUGE_PAGE), (bytes, 0));
+        mapping.populate(0, HUGE_PAGE).unwrap();
+        mapping.populate(HUGE_PAGE, bytes - HUGE_PAGE).unwrap();
+        mapping.note_kind();
         if mapping.kind() == PageKind::Transparent {
-            assert_eq!(smaps_huge_bytes(mapping.span()), Some(4 * HUGE_PAGE));
+            assert_eq!(smaps_huge_bytes(mapping.span()), Some(3 * HUGE_PAGE));
         }
-        let (small, _) = Mapping::touched(5, true, None).unwrap();
-        assert_eq!((small.span().len(), small.kind()), (BASE_PAGE, PageKind::Base));
     }
 
     #[test]
@@ -407,15 +416,15 @@ mod tests {
 
     #[test]
     fn impossible_sizes_and_nodes_are_errors_not_faults() {
-        assert!(Mapping::touched(usize::MAX, true, None).is_err());
-        assert!(Mapping::touched(usize::MAX / 4, false, None).is_err());
-        // A size that an overcommitting system might grant.
-        let beyond = machine_bytes().unwrap() as usize + 1;
-        assert!(
-            Mapping::touched(beyond, true, None).is_err() && Mapping::touched(beyond, false, None).is_err()
-        );
-        let (mapping, refused) = Mapping::touched(BASE_PAGE, true, Some(900)).unwrap();
+        // The last is a size that an overcommitting system might grant.
+        for bytes in [usize::MAX, usize::MAX / 4, machine_bytes().unwrap() as usize + 1] {
+            for pages in [PageKind::Base, PageKind::Transparent, PageKind::Reserved] {
+                assert!(Mapping::unpopulated(bytes, pages, None).is_err(), "{bytes} {pages:?}");
+            }
+        }
+        let (mapping, refused) = Mapping::unpopulated(BASE_PAGE, PageKind::Base, Some(900)).unwrap();
         assert!(refused.is_some());
+        mapping.populate(0, BASE_PAGE).unwrap();
         mapping.span().write(&[1]);
     }
 }

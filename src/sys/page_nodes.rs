@@ -70,7 +70,7 @@ fn refused(error: &io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::memory::{BASE_PAGE, Mapping};
+    use crate::sys::memory::{BASE_PAGE, Mapping, PageKind};
 
     /// Bound memory is on its node, untouched memory nowhere, and numa_maps says the same.
     #[test]
@@ -79,7 +79,8 @@ mod tests {
         let node =
             text.split_whitespace().find_map(|word| word.strip_prefix('N')?.split_once('=')?.0.parse().ok());
         let node: u32 = node.unwrap();
-        let (mapping, refused) = Mapping::touched(64 * BASE_PAGE, false, Some(node)).unwrap();
+        let (mapping, refused) = Mapping::unpopulated(64 * BASE_PAGE, PageKind::Base, Some(node)).unwrap();
+        mapping.populate(0, 64 * BASE_PAGE).unwrap();
         assert!(refused.is_none(), "{refused:?}");
         let (address, bytes) = (mapping.span().address(), mapping.span().len());
         let found = query(address + 1, bytes - 1, node).unwrap();

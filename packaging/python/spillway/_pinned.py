@@ -13,11 +13,20 @@ from . import _abi, _native, topo
 from .errors import InvalidArgumentError
 
 
-def allocate(size: int, freed: Callable[[int], object] = lambda address: None) -> Any:
-    """A ctypes array of `size` bytes with undefined content. With its last view freed(address) is called, and the memory returns to the
-    library."""
+def allocate(size: int, freed: Callable[[int], object] = lambda address: None, *, lock: bool = True, node: int | None = None) -> Any:
+    """A ctypes array of `size` bytes with undefined content, all of whose pages are taken. With its last view freed(address) is called, and
+    the memory returns to the library.
+
+    Args:
+        size: Number of bytes.
+        freed: What is called.
+        lock: Lock it, as far as the limit allows.
+        node: The NUMA node that it comes from; None: any."""
+    options = _abi.sized(_abi.PinnedOptions)
+    options.flags = (0 if lock else _abi.PINNED_FLAG_NO_LOCK) | (0 if node is None else _abi.PINNED_FLAG_BIND_NODE)
+    options.node = node or 0
     start = ctypes.c_void_p()
-    _native.call("spw_pinned_alloc", None, max(1, size), ctypes.byref(start))
+    _native.call("spw_pinned_alloc", ctypes.byref(options), max(1, size), ctypes.byref(start))
     assert start.value is not None
     memory = (ctypes.c_char * size).from_address(start.value)
     weakref.finalize(memory, _free, start.value, os.getpid(), freed).atexit = False

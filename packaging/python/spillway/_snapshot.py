@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -145,6 +145,12 @@ class Exported(NamedTuple):
                 f"the manifest of the snapshot {directory} has {len(numbers)} subgroups, or not those of its commit, which had {count}; "
                 "pass another snapshot"
             )
+
+    def check_extents(self, directory: str, names: Iterable[str]) -> None:
+        """Raises CorruptError unless there are extents of these names."""
+        lacking = sorted({*names} - {name for name, _ in self.states})
+        if lacking:
+            raise CorruptError(f"the manifest of the snapshot {directory} lacks {lacking[0]}, which its commit had; pass another snapshot")
 
     def check_files(self, directory: str) -> None:
         """Raises CorruptError if a file of this directory is missing, or has another size than the manifest says. Reads none of them."""

@@ -42,6 +42,7 @@ from ._arrays import Array
 from ._attributes import Fixed, described
 from ._commit import Commit
 from ._native_handle import _NativeHandle, in_slices, record
+from ._snapshot import Exported
 from ._tier_options import number, payload_of
 from .errors import InternalError, InvalidArgumentError, OutOfOrderError
 from .optim import Adam, StepStats, counter
@@ -472,6 +473,10 @@ class Swap(_NativeHandle):
         step, stored = number(step, "step"), payload_of(payload)
         commit._succeeded = self.tier._puts_end()
         return commit._begin(self.tier, self, "spw_swap_commit_begin", step, stored)
+
+    def _check_exported(self, found: Exported, directory: str, facts: Any) -> None:
+        """Raises CorruptError unless a snapshot has the extents of this update."""
+        found.check_subgroups(directory, len(self))
 
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step. Abandons an open one."""

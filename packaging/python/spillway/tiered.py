@@ -172,6 +172,9 @@ class Update(Protocol):
     def _begin_commit(self, step: int, payload: bytes, commit: Commit) -> Commit:
         """Begins a commit that continues beside changes of the states."""
 
+    def _check_exported(self, found: Exported, directory: str, facts: Any) -> None:
+        """Raises CorruptError if a snapshot lacks extents of its commit, which has stored these facts."""
+
     def rollback(self) -> None:
         """Restores the states of the last commit."""
 
@@ -608,7 +611,7 @@ class Tiered:
         Raises:
             NoStateError: The snapshot is not finished.
             InvalidArgumentError: It is one of other states.
-            CorruptError: A file of it is missing or truncated, or the manifest lacks a subgroup. Checksums are compared by take()."""
+            CorruptError: A file of it is missing or truncated, or the manifest lacks states. Checksums are compared by take()."""
         self.finish()
         self.check(also_mixed=True)
         where = self.part_of(directory)
@@ -633,7 +636,7 @@ class Tiered:
             if record is None:
                 raise InvalidArgumentError(f"{where} is a snapshot of another program's states; pass one that the {self._user} has written")
             check(record)
-            found.check_subgroups(where, len(self.swap))
+            self.swap._check_exported(found, where, record.facts)
             found.check_files(where)
             return Found(where, found.step, record)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _abi, _arguments, _arrays, _files, _native
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, SpillwayError
 
 _ALL, _TRAINER, _WORKERS = range(3)
 _MOST_32, _MOST_64 = 2**32 - 1, 2**64 - 1
@@ -156,6 +156,16 @@ def read(root: str | os.PathLike[str] | None = None, *, load_driver: bool = Fals
         devices=devices,
         gpus=tuple(by_address.get(pci) for pci in found["visible"]["gpus"]),
     )
+
+
+def _node_of_gpu(ordinal: int, root: str | os.PathLike[str] | None = None) -> int | None:
+    """The node to which memory for transfers of a visible GPU is bound; None if it is not known, or the only one. Loads the CUDA driver."""
+    try:
+        found = read(root, load_driver=True)
+    except SpillwayError:
+        return None
+    gpu = found.gpus[ordinal] if ordinal < len(found.gpus) else None
+    return gpu.node if gpu is not None and len(found.nodes) > 1 else None
 
 
 def place(

@@ -137,6 +137,23 @@ def test_numbers_are_uncertain_where_the_driver_counts_the_fastest_first(gpus, m
     assert topo.read(gpus).gpus[0].node == 1
 
 
+@pytest.mark.parametrize("value, nodes", [(None, (0, 0, 1, 1)), ("3,0", (1, 0)), ("", ())])
+def test_memory_for_a_gpu_is_that_of_its_node(gpus, monkeypatch, value, nodes):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert tuple(topo._node_of_gpu(ordinal, gpus) for ordinal in range(len(nodes))) == nodes
+    assert topo._node_of_gpu(len(nodes), gpus) is None
+
+
+def test_memory_is_not_bound_where_there_is_one_node_or_no_topology(gpus, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpus / "sys/devices/system/node/node1/cpulist").unlink()
+    (gpus / "sys/devices/system/node/node1").rmdir()
+    assert topo.read(gpus).gpus[0].node == 0 and topo._node_of_gpu(0, gpus) is None
+    assert topo._node_of_gpu(0, tmp_path / "absent") is None
+
+
 def _workers_become(expected):
     """True once the affinities of the workers are these: a worker binds itself when it first runs."""
     return _comes(lambda: _workers() == expected)

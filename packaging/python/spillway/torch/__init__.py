@@ -39,6 +39,7 @@ from ._optimizer import SpillwayOptimizer
 from ._staged.optimizer import Staged
 from ._states import ADAM, ADAMW
 from ._tier_states import TierOptions
+from ._to_foreign import bitsandbytes_state_dict, torchao_state_dict
 from ._wide import wide_state_dict
 
 if TYPE_CHECKING:
@@ -48,7 +49,19 @@ if TYPE_CHECKING:
     from ._keywords import Beyond
     from ._offload.flow import Flow
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "Staged", "TierOptions", "offload", "wide_state_dict"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Flow",
+    "Lion",
+    "Staged",
+    "TierOptions",
+    "bitsandbytes_state_dict",
+    "offload",
+    "torchao_state_dict",
+    "wide_state_dict",
+]
 
 
 def __getattr__(name: str) -> Any:

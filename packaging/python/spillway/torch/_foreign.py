@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError
+from ._states import MOMENTS
 
 #: The entry of a state in which bitsandbytes keeps its parts.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 #: Elements of its blocks, in all of its versions.
 _BLOCKS = (256, 2048)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What a group of torch's Adam has, and one of bitsandbytes not.
-_DEFAULTS = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+DEFAULTS = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
-def as_torchs(loaded: Any, names: Sequence[str] = _MOMENTS) -> Any:
+def as_torchs(loaded: Any, names: Sequence[str] = MOMENTS) -> Any:
     """A state dict with float32 moments in place of those of another package; the same dict if it has none.
 
     Args:
@@ -40,7 +40,7 @@ def as_torchs(loaded: Any, names: Sequence[str] = _MOMENTS) -> Any:
     states = {number: _state(state, number, names) for number, state in loaded["state"].items()}
     if all(states[number] is state for number, state in loaded["state"].items()):
         return loaded
-    groups = [{**_DEFAULTS, **group} for group in loaded.get("param_groups", [])]
+    groups = [{**DEFAULTS, **group} for group in loaded.get("param_groups", [])]
     return {**loaded, "state": states, "param_groups": groups}
 
 

@@ -3,27 +3,26 @@
 torch's page-locked memory rounds each tensor up to a power of two, and torch and the C library keep memory after its last use.
 
 Invariants:
-- A slab is kept by its tensors only, and goes with the last of them.
+- A slab is kept by its tensors only, and goes with the last of them. In a forked child it stays.
 - A page-locked slab is registered with the driver once, when it is made. It is given back after the copies that the device was asked for
   have ended."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import math
 import mmap
-import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
+from .. import _pinned, topo
 from ..errors import UnsupportedError
 
 #: Tensors begin at multiples of this: a cache line.
@@ -46,6 +45,10 @@ class Driver(Protocol):
 
     def unregister(self, address: int) -> None:
         """Waits for copies and ends the registration."""
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node whose memory the device reaches best; None: any."""
 
 
 class CudaDriver:
@@ -73,25 +76,28 @@ class CudaDriver:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(address)
 
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node of the GPU; None if it is not known, or the only one."""
+        if torch.version.cuda is None:
+            return None
+        ordinal = self._device.index
+        return topo._node_of_gpu(torch.cuda.current_device() if ordinal is None else ordinal)
+
 
 class Pages:
-    """Memory of the process, in huge pages where the system has them."""
+    """Memory of the process from the library: in huge pages where the system has them, all of them taken by the library's threads. It is
+    private: a forked child has a copy.
 
-    @staticmethod
-    def take(size: int, freed: Callable[[], object]) -> Any:
+    Args:
+        node: The NUMA node that it comes from; None: any."""
+
+    def __init__(self, node: int | None = None):
+        self._node = node
+
+    def take(self, size: int, freed: Callable[[], object]) -> Any:
         """An object with a buffer of this size. Its end calls `freed`, and then the memory is gone."""
-        # Private: a forked child has a copy.
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        slab = (ctypes.c_char * size).from_buffer(memory)
-        # The end of a mapping calls nobody before it unmaps, so that the call has the mapping.
-        weakref.finalize(slab, _ended, memory, freed).atexit = False
-        return slab
-
-
-def _ended(memory: mmap.mmap, freed: Callable[[], object]) -> None:
-    freed()
+        return _pinned.allocate(size, lambda _: freed(), lock=False, node=self._node)
 
 
 class LockedPages:
@@ -108,15 +114,14 @@ class LockedPages:
 
         Raises:
             UnsupportedError: The driver locks no pages."""
-        process, address, is_locked = os.getpid(), 0, False
+        address, is_locked = 0, False
 
         def unlock() -> None:
-            # The registration is that of the process which has made it.
-            if is_locked and process == os.getpid():
+            if is_locked:
                 self._driver.unregister(address)
             freed()
 
-        slab = Pages.take(size, unlock)
+        slab = Pages(self._driver.node).take(size, unlock)
         address = ctypes.addressof(slab)
         self._driver.register(address, size)
         is_locked = True
@@ -137,18 +142,23 @@ class Slabs:
         # For each thread the slabs that have bytes left, and the first one of these; the newest slab is the last.
         self._mine = threading.local()
         self._refused = False
+        # Memory in place of that which torch cannot lock; None: it could so far.
+        self._pageable: Slabs | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of all slabs."""
-        return sum([*self._sizes.values()])
+        return sum([*self._sizes.values()]) + (0 if self._pageable is None else self._pageable.bytes)
 
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory."""
+        """A tensor with undefined values. If the driver locks no pages, it is torch's page-locked memory, and pageable memory if torch
+        locks none either."""
         elements = math.prod(shape)
         size = elements * dtype.itemsize
-        if self._refused or not size:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._refused and bool(size))
+        if not size:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if self._refused:
+            return self._of_torch(shape, dtype)
         try:
             slab, start = self._place(size)
         except UnsupportedError as error:
@@ -160,6 +170,21 @@ class Slabs:
             )
             return self.memory(shape, dtype)
         return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
+
+    def _of_torch(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """torch's page-locked memory; pageable memory from the first time on that it locks none."""
+        if self._pageable is None:
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pageable = Slabs(Pages())
+                warnings.warn(
+                    f"spillway: torch locks no more memory either ({error}), so further host memory is pageable: the device copies it "
+                    "through the driver's buffers, and the program waits for each copy. Let the system lock more memory, or keep fewer "
+                    "bytes, as docs/states.md shows",
+                    stacklevel=2,
+                )
+        return self._pageable.memory(shape, dtype)
 
     def _place(self, size: int) -> tuple[Any, int]:
         left: list[tuple[Callable[[], Any], int]] = getattr(self._mine, "left", [])

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 
 from ..._commit import Commit
-from ..._snapshot import Snapshot
+from ..._snapshot import Exported, Snapshot
 from ..._tier_options import number as whole_number
 from ..._tier_options import payload_of
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError
 from ...tier import Tier
-from ...tiered import Prepared, Record, Tiered
+from ...tiered import Found, Prepared, Record, Tiered
 from .._layout import described
 from .._tensors import lasting
 from .._tier_states import TierOptions, check_order, check_parameters
@@ -35,6 +35,8 @@ from .weights import Trained, Weights
 _Result = TypeVar("_Result")
 #: Takes over the chunks of a commit, and what the class had changed in its options and attributes.
 Take = Callable[[list[Chunk], dict[str, Any]], None]
+#: Returns the chunks, and what the class has changed in its options and attributes.
+Present = Callable[[], tuple[list[Chunk], dict[str, Any]]]
 #: How the names of extents of chunks begin.
 _CHUNK = "chunk-"
 #: Fields of TierOptions that states of any class have no use for.
@@ -63,12 +65,21 @@ class Extents:
         commit._succeeded = self._tier._puts_end()
         return commit._begin(self._tier, self._tier, "spw_tier_commit_begin", step, payload)
 
+    def _check_exported(self, found: Exported, directory: str, facts: Any) -> None:
+        """Raises CorruptError if a snapshot lacks extents of its commit."""
+        found.check_extents(directory, _extents_of(facts))
+
     def rollback(self) -> None:
         """Restores the extents of the last commit."""
         self._tier.rollback()
 
     def close(self) -> None:
         """Closes nothing: extents belong to their tier."""
+
+
+def _extents_of(facts: dict[str, Any]) -> list[str]:
+    """The names of the extents of a commit."""
+    return [name for name, *_ in [*facts["weights"], *facts["chunks"]] if name is not None]
 
 
 class Kept:
@@ -212,7 +223,8 @@ class OnTier(Home):
             name = None
             if chunk.size:
                 self._serial += 1
-                name = f"{_CHUNK}{self._serial:08}"
+                # A name has one size: a snapshot of another time may have one of this number.
+                name = f"{_CHUNK}{self._serial:08}-{chunk.size}"
             chunk.kept = Kept(name, -1 if name is None else self.tiered.tier.define(name, [chunk.size]))
         if chunk.size:
             ticket = chunk.kept.leaving = self.tiered.tier.put(chunk.kept.number, [memory[: chunk.size]])
@@ -296,9 +308,7 @@ class OnTier(Home):
     # Commits.
 
     @lasting
-    def commit(
-        self, present: Callable[[], tuple[list[Chunk], dict[str, Any]]], step: int | None, payload: bytes, wait: bool
-    ) -> Commit | None:
+    def commit(self, present: Present, step: int | None, payload: bytes, wait: bool) -> Commit | None:
         """Makes states and parameters durable. An error in one process is an error in all.
 
         Args:
@@ -342,7 +352,7 @@ class OnTier(Home):
         """Gives the parameters their values of a commit. Returns its chunks, and what the class had changed in its options and
         attributes."""
         facts, tier = committed.facts, self.tiered.tier
-        self._keep_only(name for name, *_ in [*facts["weights"], *facts["chunks"]])
+        self._keep_only(_extents_of(facts))
         self._weights.read(tier, self._trained(), facts["weights"])
         params, names, _ = self._trained()
         found = []
@@ -378,6 +388,31 @@ class OnTier(Home):
     def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to a directory."""
         return self.tiered.snapshot(directory, bytes_per_second, keep)
+
+    def restore(self, directory: Any, chunks: Callable[[], Sequence[Chunk]], present: Present, take: Take) -> Found:
+        """Returns to a snapshot.
+
+        Args:
+            directory: As it was given to snapshot().
+            chunks: Returns the present chunks.
+            present, take: As for commit and rollback."""
+        found = self.tiered.snapshot_of(directory, lambda record: self._check(record.facts, "the snapshot"))
+        # The payload of the last commit belongs to an older step.
+        self.tiered.keep(found, self.count, lambda: self.commit(present, None, b"", True))
+
+        def back() -> None:
+            self.rest(chunks())
+            self.tiered.take(found)
+            take(*self.resumed(found.record))
+
+        try:
+            self.whole(back)
+        except BaseException:
+            # After an error the states are those of the last commit.
+            if self.tiered.committed is not None and not self.tiered.apart:
+                self.rollback(chunks(), take)
+            raise
+        return found
 
     def close(self) -> None:
         """Closes the tier; states since the last commit are lost."""

@@ -430,14 +430,13 @@ class Staged(torch.optim.Optimizer):
             InvalidArgumentError: The optimizer has no tier, or a state has a value that a commit cannot store.
             IoError: A path failed; the last commit is intact.
             TierError: Another process failed."""
-        home = self._on_tier("commit")
+        return self._on_tier("commit").commit(self._present, step, payload, wait)
 
-        def present() -> tuple[list[Chunk], dict[str, Any]]:
-            self._given.check()
-            self._adopt()
-            return self._flow.chunks, self._inner.learned(self.param_groups)
-
-        return home.commit(present, step, payload, wait)
+    def _present(self) -> tuple[list[Chunk], dict[str, Any]]:
+        """What a commit has: the chunks, and what the class has changed in its options and attributes."""
+        self._given.check()
+        self._adopt()
+        return self._flow.chunks, self._inner.learned(self.param_groups)
 
     @_alone
     def rollback(self) -> None:
@@ -451,7 +450,7 @@ class Staged(torch.optim.Optimizer):
         self._given.forget()
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
-        """Starts to write the last commit of the tier to a new directory, which `spillway.Tier.import_from` reads into another tier.
+        """Starts to write the last commit of the tier to a new directory, to which `restore` returns.
 
         Args:
             directory: The directory; in a run of several processes each one writes `rank-N` in it.
@@ -461,6 +460,27 @@ class Staged(torch.optim.Optimizer):
         Returns:
             A snapshot; its wait() returns when the directory is complete."""
         return self._on_tier("snapshot").snapshot(directory, bytes_per_second, keep)
+
+    @_alone
+    def restore(self, directory: str | os.PathLike[str]) -> int:
+        """Returns states and parameters to a finished snapshot, and commits them. `payload` is that of the snapshot. Options are as after
+        `rollback`. Every process of a run calls it. Steps since the last commit are committed first, with an empty payload.
+
+        Args:
+            directory: As it was given to snapshot().
+
+        Returns:
+            The step of the snapshot.
+
+        Raises:
+            NoStateError: The snapshot is not finished; nothing was changed.
+            InvalidArgumentError: It is one of other parameters or of another class; nothing was changed.
+            CorruptError: A file is missing or truncated; nothing was changed. Or its content is damaged; states and parameters are those of
+                the last commit."""
+        found = self._on_tier("restore").restore(directory, lambda: self._flow.chunks, self._present, self._take)
+        self._given.forget()
+        self.payload = found.record.payload
+        return found.step
 
     @_alone
     def close(self) -> None:

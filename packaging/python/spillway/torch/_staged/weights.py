@@ -35,18 +35,18 @@ class Weights:
     def divided(trained: Trained, stepped: Iterable[torch.Tensor], bound: int) -> list[list[Any]]:
         """The parameters that are trained, or have been, in parts of about the bytes of a chunk: the name of each part's extent, and the
         numbers of its parameters."""
-        once, found, size = {*stepped}, list[list[int]](), 0
+        once, found, sizes = {*stepped}, list[list[int]](), list[int]()
         for number, param in enumerate(trained.params):
             own = local(param).numel() * param.element_size()
             if not ((param.requires_grad or param in once) and own):
                 continue
-            if not found or size + own > bound:
+            if not found or sizes[-1] + own > bound:
                 found.append([])
-                size = 0
+                sizes.append(0)
             found[-1].append(number)
-            size += own
+            sizes[-1] += own
         # An extent has one size: other parameters are another extent.
-        return [[f"weights-{numbers[0]:08}-{numbers[-1]:08}-{len(numbers)}", numbers] for numbers in found]
+        return [[f"weights-{numbers[0]:08}-{numbers[-1]:08}-{len(numbers)}-{size}", numbers] for numbers, size in zip(found, sizes)]
 
     def write(self, tier: Tier, trained: Trained, parts: Sequence[Sequence[Any]]) -> None:
         """Writes the values of parameters, in the parts of divided()."""

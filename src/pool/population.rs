@@ -1,0 +1,94 @@
+//! Takes the pages of a new mapping, on all threads of the library where there are many.
+//!
+//! One thread clears pages at a part of the memory's speed. Pages of a mapping without a node are on the nodes of the
+//! threads that take them.
+#![forbid(unsafe_code)]
+
+use std::io;
+
+use crate::sys::memory::{HUGE_PAGE, Mapping, PageKind};
+use crate::sys::threads;
+
+/// Bytes that a thread takes at once.
+const PART: usize = 2 * HUGE_PAGE;
+/// Bytes from which a mapping is worth the threads' start: a hundred times as long as to wake one.
+const SHARED: usize = 4 * PART;
+
+/// Maps `bytes`, rounded up to whole pages, binds them to `node` if given, and touches every page. If `huge` and from
+/// 2 MiB on it tries reserved huge pages, then transparent ones, with base pages for the rest. A refused node is not an
+/// error; the reason is the second value.
+pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+    if !huge || bytes < HUGE_PAGE {
+        return populated(bytes, PageKind::Base, node);
+    }
+    populated(bytes, PageKind::Reserved, node).or_else(|_| populated(bytes, PageKind::Transparent, node))
+}
+
+fn populated(bytes: usize, pages: PageKind, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+    let (mut mapping, unbound) = Mapping::unpopulated(bytes, pages, node)?;
+    populate(&mapping)?;
+    mapping.note_kind();
+    Ok((mapping, unbound))
+}
+
+fn populate(mapping: &Mapping) -> io::Result<()> {
+    let bytes = mapping.span().len();
+    if bytes < SHARED {
+        return mapping.populate(0, bytes);
+    }
+    let part = |from| Part { from, outcome: None };
+    let mut parts: Vec<Part> = (0..bytes).step_by(PART).map(part).collect();
+    let take =
+        |part: &mut Part| part.outcome = Some(mapping.populate(part.from, PART.min(bytes - part.from)));
+    // Without threads, as at the limit of their number, the memory is needed all the same.
+    let _ = threads::each(&mut parts, take);
+    for part in &mut parts {
+        if part.outcome.is_none() {
+            take(part);
+        }
+    }
+    parts.into_iter().filter_map(|part| part.outcome).collect()
+}
+
+struct Part {
+    from: usize,
+    /// `None`: no thread has taken it.
+    outcome: Option<io::Result<()>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::fork::in_forked_child;
+    use crate::sys::memory::BASE_PAGE;
+    use crate::sys::page_nodes;
+
+    /// Every page of the mapping has memory.
+    fn is_whole(mapping: &Mapping) -> bool {
+        let (address, bytes) = (mapping.span().address(), mapping.span().len());
+        page_nodes::query(address, bytes, 0).is_ok_and(|found| found.sampled > 0 && found.absent == 0)
+    }
+
+    #[test]
+    fn every_page_is_taken_whatever_the_size_the_pages_and_the_threads() {
+        let sizes = [1, HUGE_PAGE, SHARED - 1, SHARED, SHARED + PART + 5];
+        assert!(in_forked_child(|| {
+            [1, 2, 5].into_iter().all(|count| {
+                threads::configure(count).unwrap();
+                sizes.iter().all(|bytes| {
+                    [false, true].iter().all(|huge| {
+                        let (mapping, unbound) = touched(*bytes, *huge, None).unwrap();
+                        let exact = mapping.kind() == PageKind::Reserved
+                            || mapping.span().len() == bytes.next_multiple_of(BASE_PAGE);
+                        unbound.is_none() && exact && is_whole(&mapping)
+                    })
+                })
+            })
+        }));
+    }
+
+    #[test]
+    fn a_size_that_no_machine_has_is_an_error() {
+        assert!(touched(usize::MAX, true, None).is_err() && touched(usize::MAX / 4, false, None).is_err());
+    }
+}

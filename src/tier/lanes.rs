@@ -163,17 +163,36 @@ mod tests {
         assert_eq!(Buffers::of(256, 1 << 30).bytes, 1 << 30);
     }
 
+    /// Where a route fails.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Fails {
+        Fetch,
+        Check,
+        Store,
+    }
+
     /// A route that notes what it is asked for, and fails at one part.
     struct Noted {
-        fails_at: u32,
+        fails: (Fails, u32),
         under_way: i64,
         stored: Vec<u32>,
     }
 
+    impl Noted {
+        fn outcome(&self, doing: Fails, part: u32) -> Result<()> {
+            if self.fails == (doing, part) { Err(Error::Busy("it fails".to_string())) } else { Ok(()) }
+        }
+
+        fn start(&mut self, doing: Fails, part: u32) -> Result<u64> {
+            self.outcome(doing, part)?;
+            self.under_way += 1;
+            Ok(u64::from(part))
+        }
+    }
+
     impl Route<u32> for Noted {
         fn fetch(&mut self, part: &u32, _: &TransferBuffer) -> Result<u64> {
-            self.under_way += 1;
-            Ok(u64::from(*part))
+            self.start(Fails::Fetch, *part)
         }
 
         fn fetched(&mut self, part: &u32, started: Result<u64>) -> Result<()> {
@@ -183,32 +202,35 @@ mod tests {
         }
 
         fn check(&mut self, part: &u32, _: &TransferBuffer) -> Result<()> {
-            if *part == self.fails_at { Err(Error::Busy("it fails".to_string())) } else { Ok(()) }
+            self.outcome(Fails::Check, *part)
         }
 
         fn store(&mut self, part: &u32, _: &TransferBuffer) -> Result<u64> {
-            self.under_way += 1;
-            Ok(u64::from(*part))
+            self.start(Fails::Store, *part)
         }
 
-        fn stored(&mut self, part: &u32, _: Result<u64>) -> Result<()> {
+        fn stored(&mut self, part: &u32, started: Result<u64>) -> Result<()> {
+            assert_eq!(u64::from(*part), started?);
             self.under_way -= 1;
             self.stored.push(*part);
             Ok(())
         }
     }
 
+    /// Wherever a route fails, the parts before are stored first.
     #[test]
     fn parts_keep_their_order_and_nothing_is_under_way_at_the_end() {
         for most in [1, 2, 3, 8] {
             let buffers = Buffers { most, bytes: 4096 };
-            for fails_at in [0, 5, 100] {
-                let mut route = Noted { fails_at, under_way: 0, stored: Vec::new() };
-                let outcome = run(0..20, buffers, &AtomicBool::new(false), &mut route);
-                assert_eq!((outcome.is_ok(), route.under_way), (fails_at == 100, 0), "{most} {fails_at}");
-                let count = route.stored.len() as u32;
-                assert_eq!(route.stored, (0..count).collect::<Vec<_>>());
-                assert_eq!(count, fails_at.min(20));
+            for at in [0, 5, 100] {
+                for doing in [Fails::Fetch, Fails::Check, Fails::Store] {
+                    let mut route = Noted { fails: (doing, at), under_way: 0, stored: Vec::new() };
+                    let outcome = run(0..20, buffers, &AtomicBool::new(false), &mut route);
+                    assert_eq!((outcome.is_ok(), route.under_way), (at == 100, 0), "{most} {doing:?} {at}");
+                    let before: Vec<u32> = (0..at.min(20)).collect();
+                    assert_eq!(route.stored[..before.len()], before, "{most} {doing:?} {at}");
+                    assert!(route.stored.is_sorted() && !route.stored.contains(&at));
+                }
             }
         }
     }

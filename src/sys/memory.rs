@@ -105,10 +105,7 @@ impl Mapping {
         let mapping = match pages {
             PageKind::Base => Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?,
             PageKind::Transparent => Mapping::of(aligned(round_up(bytes, BASE_PAGE)?)?)?,
-            PageKind::Reserved => {
-                let flags = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
-                Mapping { kind: pages, ..Mapping::of(map(round_up(bytes, HUGE_PAGE)?, flags)?)? }
-            }
+            PageKind::Reserved => reserved(round_up(bytes, HUGE_PAGE)?)?,
         };
         let bound = mapping.bind(node).err();
         if pages == PageKind::Transparent {
@@ -189,6 +186,12 @@ fn touch(span: Span) {
         // SAFETY: inside a mapping, in a part that no other code uses yet.
         unsafe { span.as_ptr().add(at).write_volatile(0) };
     }
+}
+
+fn reserved(bytes: usize) -> io::Result<Mapping> {
+    let mut mapping = Mapping::of(map(bytes, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB)?)?;
+    mapping.kind = PageKind::Reserved;
+    Ok(mapping)
 }
 
 /// Maps bytes that begin at a multiple of a huge page.

@@ -9,6 +9,7 @@ import torch
 from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, run, same, trained, training, values
 
 import spillway.torch
+from spillway import UnsupportedError
 from spillway.torch import AdamW
 from spillway.torch._copies import HostLink
 
@@ -101,6 +102,38 @@ def test_buckets_step_during_backward_and_a_clipped_step_is_repeated():
     assert counts == [0, 8, 8, 8, 8, 8]
     stats = optimizer._plan.engines[0].speculation.stats()
     assert (stats.commits, stats.redos, stats.aborts) == (5, 1, 0) and stats.buckets_committed == 40
+
+
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_step_count_that_the_program_sets_is_that_of_one_parameter_alone(exchanged, verdict):
+    def counts(**options):
+        model = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1.0)
+        optimizer = offload(model, lr=1e-2, **options)
+        for step in range(4):
+            if step == 2:
+                state = optimizer.state[model.bias]
+                if exchanged:
+                    state["step"] = torch.tensor(100.0)
+                else:
+                    state["step"].fill_(100.0)
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        optimizer.settle()
+        return [float(optimizer.state[param]["step"]) for param in model.parameters()], [*map(torch.Tensor.tolist, model.parameters())]
+
+    found, waits = counts(overlap=True, verdict=verdict), counts(overlap=False)
+    assert found == waits and found[0] == [4.0, 102.0]
+
+
+def test_a_parameter_that_is_given_twice_is_refused():
+    param = torch.nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(UnsupportedError, match="a group has a parameter twice"):
+        offload([param, param], lr=1e-2)
 
 
 def test_parameters_on_the_cpu_do_not_overlap_by_default():

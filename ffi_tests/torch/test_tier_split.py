@@ -391,3 +391,16 @@ def test_random_models_have_the_bits_of_states_in_memory(case, apart, overlap, m
         monkeypatch.setattr(_copies, "link_to", lambda param: link)
     equal(training(seed, tiered(seed, master="split", overlap=overlap)), waits)
     link.end()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_without_elements_is_stepped_beside_others(overlap, tmp_path):
+    params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (5, 0, 3)]
+    optimizer = own.AdamW(params, lr=0.1, master="split", tier=tmp_path, overlap=overlap)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(param.sum().float() for param in params).backward()
+        optimizer.step()
+    optimizer.commit()
+    assert float(optimizer.master(params[0])[0]) < 0.8 and optimizer.master(params[1]).numel() == 0
+    optimizer.close()

@@ -564,6 +564,7 @@ spw_status spw_tier_set_path(const spw_tier *tier,
 // Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
 // durable. The call waits for puts and gets of the extents that are in flight, also those of a tiered update, and for a commit in
 // the background. A put or get of an extent waits while the extent is moved. SPW_ERR_BUSY while a `spw_tier_commit` is in flight; extents moved before that stay moved.
+// After an error the path stays SPW_TIER_HEALTH_DRAINING: `spw_tier_set_path` lets it take writes again.
 spw_status spw_tier_evacuate(const spw_tier *tier,
                              uint32_t number);
 

@@ -36,10 +36,10 @@ fn populate(mapping: &Mapping) -> io::Result<()> {
     if bytes < SHARED {
         return mapping.populate(0, bytes);
     }
-    let part = |from| Part { from, outcome: None };
-    let mut parts: Vec<Part> = (0..bytes).step_by(PART).map(part).collect();
+    let part = |from| PagePart { from, outcome: None };
+    let mut parts: Vec<PagePart> = (0..bytes).step_by(PART).map(part).collect();
     let take =
-        |part: &mut Part| part.outcome = Some(mapping.populate(part.from, PART.min(bytes - part.from)));
+        |part: &mut PagePart| part.outcome = Some(mapping.populate(part.from, PART.min(bytes - part.from)));
     // Without threads, as at the limit of their number, the memory is needed all the same.
     let _ = threads::each(&mut parts, take);
     for part in &mut parts {
@@ -50,7 +50,7 @@ fn populate(mapping: &Mapping) -> io::Result<()> {
     parts.into_iter().filter_map(|part| part.outcome).collect()
 }
 
-struct Part {
+struct PagePart {
     from: usize,
     /// `None`: no thread has taken it.
     outcome: Option<io::Result<()>>,

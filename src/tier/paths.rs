@@ -337,7 +337,8 @@ impl Paths {
         });
         let rooms = rooms.collect::<Vec<_>>().join(", ");
         let detail = format!(
-            "no path has room: {rooms}; free space, add a path, or raise the limit (limit_bytes) of a path"
+            "no path has room: {rooms}; free space, add a path, raise the limit (limit_bytes) of a path, or set a draining path to \
+             healthy"
         );
         let names = self.0.iter().map(|path| path.name.as_str()).collect::<Vec<_>>().join(", ");
         IoError::about(IoKind::NoSpace, Doing::Preallocating, names).at(0, bytes).because(detail).into()

@@ -386,6 +386,10 @@ class Swap(_NativeHandle):
         return table
 
     def _put(self, row: Any, subgroup: int, arrays: Sequence[Array | None], name: str, uint16_dtype: str | None) -> None:
+        if not 2 <= len(arrays) <= 3:
+            raise InvalidArgumentError(
+                f"Swap: {name} has {len(arrays)} arrays; pass grad, weight, and the weights of the state if they belong to it"
+            )
         grad, weight, *belonging = arrays
         _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = self.moment_code
         spans = [

@@ -289,7 +289,7 @@ class Tier(TransferHandle):
 
     def evacuate(self, path: int) -> None:
         """Moves all blocks off a path, given by its number, after the puts and gets of them that are in flight. The next commit makes the
-        move durable."""
+        move durable. After an error the path stays "draining": set_health(path, "healthy") lets it take writes again."""
         self._call("spw_tier_evacuate", path)
 
     def verify(self) -> int:

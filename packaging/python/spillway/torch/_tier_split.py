@@ -189,7 +189,9 @@ class SplitStates(TierStates):
     def stepped_apart(self, numbers: Iterable[int]) -> None:
         """The sums of a step that is final are those of now."""
         for number in filter(self._is_split, numbers):
-            self._sums[number].copy_(self._next[number])
+            # One without elements has no sums, and was not stepped.
+            if number in self._next:
+                self._sums[number].copy_(self._next[number])
 
     def begin_commit(self) -> None:
         """Before a commit: puts the parameters on the tier that belong to the low bits."""

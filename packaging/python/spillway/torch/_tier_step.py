@@ -345,6 +345,8 @@ class Beside(TierStep):
 
     def prepare(self, rows: TierTable) -> None:
         """Submits what is left of a step. Afterwards nothing keeps it from being done but its verdict."""
+        # A forked child is refused before torch copies anything: its threads would be waited for.
+        self._on_tier.tiered.swap.handle
         self._on_tier.tiered.changes()
         if self._busy:
             self.decision.waits = True

@@ -374,6 +374,8 @@ class Offloaded(torch.optim.Optimizer):
                 if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
                     return self._interrupt()
                 numbers = self._numbers(plan.slots)
+                if not plan.keeps_lanes(numbers):
+                    return self._interrupt()
                 plan.begin(numbers, self._all_options(plan, numbers, self._scale), self._limit)
             plan.submit(bucket, early=True)
 
@@ -859,6 +861,8 @@ def _culprit(slots: Sequence[Slot]) -> str:
 
 def _check_group(group: dict[str, Any], precision: Precision, has_tail: bool) -> None:
     _check_options(group)
+    if len({*map(id, group["params"])}) != len(group["params"]):
+        raise UnsupportedError("offload: a group has a parameter twice, which torch would step twice; pass each parameter once")
     for param in filter(is_trained, group["params"]):
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")

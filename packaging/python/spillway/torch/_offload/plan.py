@@ -214,10 +214,13 @@ class Plan:
         """True if the plan is that of these parameters at their step numbers, of these processes, this tail, and this memory for logs."""
         if others is not self.others or (tail, log_bytes) != (self.tail, self.log_bytes):
             return False
-        # The plan's own list comes from a caller who knows that sizes and groups are the same. Numbers that grow alike keep the lanes.
-        if slots is self.slots and len({*map(sub, numbers, self._numbers)}) == 1:
-            return True
-        return self._layout == self._layout_of(slots, numbers)
+        # The plan's own list comes from a caller who knows that sizes and groups are the same.
+        return self.keeps_lanes(numbers) if slots is self.slots else self._layout == self._layout_of(slots, numbers)
+
+    def keeps_lanes(self, numbers: Sequence[int]) -> bool:
+        """True if the plan's parameters of one lane are at one step number still: a program may have set counts."""
+        # Numbers that grow alike are the usual case.
+        return len({*map(sub, numbers, self._numbers)}) == 1 or self._layout == self._layout_of(self.slots, numbers)
 
     def begin(self, numbers: Sequence[int], options: list[Any], max_norm: float) -> None:
         """Opens a round of the parameters' steps with these numbers, with the C options of each lane.

@@ -2,8 +2,9 @@
 
     python ffi_tests/bench/narrow_losses.py [--steps N] [--seeds N]
 
-A seed gives the first weights and the batches, which are the same for all optimizers. The program prints a JSON object: for each optimizer
-the mean loss of the last fifty steps for each seed."""
+A seed gives the first weights and the batches, which are the same for all optimizers. The program prints the rows of the record
+narrow_losses.json. `loss` has the mean of the last fifty steps for each seed, `curve` the mean over the seeds of each hundred steps, and
+`lowest` and `highest` the same of the seeds that are lowest and highest there."""
 
 import argparse
 import json
@@ -22,7 +23,7 @@ KINDS = {
     "8 bits, random": {"moment_dtype": "int8"},
     "8 bits, nearest": {"moment_dtype": "int8", "moment_rounding": "nearest"},
 }
-LENGTH, BATCH, WIDTH, HEADS, LAYERS, LAST = 64, 16, 96, 4, 3, 50
+LENGTH, BATCH, WIDTH, HEADS, LAYERS, LAST, POINT = 64, 16, 96, 4, 3, 50, 100
 
 
 class Layer(torch.nn.Module):
@@ -54,8 +55,8 @@ class Model(torch.nn.Module):
         return self.layers(self.letters(ids) + self.places.weight[: ids.shape[1]])
 
 
-def loss_of(text, letters, seed, steps, options):
-    """The mean of the last losses of a training."""
+def losses_of(text, letters, seed, steps, options):
+    """The losses of a training."""
     torch.manual_seed(seed)
     model, batches = Model(letters), torch.Generator().manual_seed(seed)
     optimizer, losses = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_norm=1.0, **options), []
@@ -67,20 +68,30 @@ def loss_of(text, letters, seed, steps, options):
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return round(statistics.mean(losses[-LAST:]), 4)
+    return losses
+
+
+def figures(trainings):
+    """The figures of trainings, one for each seed."""
+    points = [[statistics.mean(losses[at : at + POINT]) for losses in trainings] for at in range(0, len(trainings[0]), POINT)]
+    curves = {"curve": statistics.mean, "lowest": min, "highest": max}
+    found = {"loss": [statistics.mean(losses[-LAST:]) for losses in trainings], **{name: map(of, points) for name, of in curves.items()}}
+    return {name: {"runs": [round(value, 4) for value in values]} for name, values in found.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     pages = sorted((pathlib.Path(__file__).parents[2] / "docs").glob("*.md"))
     written = "".join(page.read_text() for page in pages)
     letters = {letter: number for number, letter in enumerate(sorted(set(written)))}
     text = torch.tensor([letters[letter] for letter in written])
-    found = {name: [loss_of(text, len(letters), seed, args.steps, kind) for seed in range(args.seeds)] for name, kind in KINDS.items()}
-    print(json.dumps({"letters": len(text), "steps": args.steps, "losses": found}, indent=1))
+    for name, kind in KINDS.items():
+        trainings = [losses_of(text, len(letters), seed, args.steps, kind) for seed in range(args.seeds)]
+        row = {"case": {"states": name}, "figures": figures(trainings), "headline": "loss", "better": "lower"}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def interrupted_at_line(work, at):
 
     def trace(frame, event, _):
         nonlocal left
-        if not frame.f_code.co_filename.endswith("_offload/optimizer.py"):
+        if not frame.f_code.co_filename.endswith(("_offload/optimizer.py", "_offload/steps.py", "_offload/parameters.py")):
             return None
         if event == "line":
             left -= 1

@@ -34,7 +34,7 @@ from .. import _abi
 from .._groups import Rule
 from ..errors import InvalidArgumentError
 from ._keywords import take_beyond
-from ._offload.optimizer import offload
+from ._offload.entry import offload
 from ._optimizer import SpillwayOptimizer
 from ._staged.optimizer import Staged
 from ._states import ADAM, ADAMW

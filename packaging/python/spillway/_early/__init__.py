@@ -12,5 +12,5 @@ anew. So the bits are those of a step that waits.
 | Has the program written to a tensor since? | _written.py |
 | What does the norm say? | `verdict` in torch/_norm.py; DeepSpeed's own for its optimizers |
 
-States in host memory: `OffloadSteps` and `Plan` (torch/_offload/), DeepSpeed's SuperOffload (deepspeed/_superoffload.py, _rounds.py). States
-on a tier: `Beside` (torch/_tier_step.py), `Overlap` (deepspeed/_tier_overlap.py)."""
+States in host memory: `OffloadSteps` and `Plan` (torch/_offload/), DeepSpeed's SuperOffload (deepspeed/_superoffload.py, _rounds.py).
+States on a tier: `Beside` (torch/_tier_step.py), `Overlap` (deepspeed/_tier_overlap.py)."""

@@ -227,6 +227,21 @@ def test_lion_equals_its_formula():
         torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-5)
 
 
+def test_lion_with_equal_betas_is_the_sign_of_the_momentum():
+    """Signum, that is SGD of the sign of the momentum."""
+    params, expected = parameters(), [param.detach().double() for param in parameters()]
+    momenta = [torch.zeros_like(param) for param in expected]
+    optimizer = own.Lion(params, lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1)
+    for step in range(STEPS):
+        random_grads(params, step)
+        optimizer.step()
+        for at, param in enumerate(params):
+            momenta[at] = 0.9 * momenta[at] + 0.1 * param.grad.double()
+            expected[at] = expected[at] * (1 - 1e-2 * 0.1) - 1e-2 * momenta[at].sign()
+    for param, value in zip(params, expected):
+        torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-5)
+
+
 def test_the_library_steps_and_torch_does_not(monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", None)
     params = [torch.nn.Parameter(torch.randn(300)) for _ in range(20)]

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import warnings
 import pytest
 import torch
 
+import spillway
 from spillway import topo
 from spillway.errors import UnsupportedError
 from spillway.torch import _slabs
@@ -177,6 +179,12 @@ def test_page_locked_slabs_are_whole_and_on_the_node_of_their_device():
     assert " default " in numa_map(locked(Driver()).memory((20 * MIB,), torch.float32))
 
 
+def run(program, **settings):
+    """Runs a program in a process of its own, which has the package of this one."""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(spillway.__file__).parents[1]), **settings}
+    return subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+
+
 def test_a_node_that_the_system_refuses_is_one_warning_and_no_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -184,7 +192,7 @@ def test_a_node_that_the_system_refuses_is_one_warning_and_no_error(tmp_path):
         "kept = [slabs.memory((1 << 20,), torch.float32).fill_(number) for number in range(3)]\n"
         "assert all((tensor == number).all() for number, tensor in enumerate(kept))\n"
     )
-    done = subprocess.run([sys.executable, program], env={**os.environ, "SPILLWAY_LOG": "warn"}, capture_output=True, text=True)
+    done = run(program, SPILLWAY_LOG="warn")
     assert done.returncode == 0 and done.stderr.count("cannot bind pinned memory to NUMA node 900") == 1, done.stderr
 
 
@@ -195,7 +203,7 @@ def test_memory_is_taken_where_no_thread_of_the_library_starts(tmp_path):
         "tensor = _slabs.Slabs(_slabs.Pages()).memory((20 << 20,), torch.float32)\n"
         "assert topo.pages_at(tensor.data_ptr(), tensor.nbytes, 0).absent == 0\n"
     )
-    done = subprocess.run([sys.executable, program], env={**os.environ, "SPILLWAY_NUM_THREADS": "none"}, capture_output=True, text=True)
+    done = run(program, SPILLWAY_NUM_THREADS="none")
     assert done.returncode == 0, done.stderr
 
 

@@ -114,7 +114,7 @@ def once(owner, name, error, after=0):
 
 @case
 def transfers():
-    for function, error in (("wait", KeyboardInterrupt()), ("put", spillway.IoError("the disk is full"))):
+    for function, error in (("_outcome", KeyboardInterrupt()), ("put", spillway.IoError("the disk is full"))):
         engine = make(split_master=True)
         step(engine)
         once(spillway.Tier, function, error, after=2)

@@ -39,6 +39,12 @@ def test_the_picture_of_the_readme_is_fresh():
     assert iteration.PICTURE.read_text() == iteration.picture(), "run python docs/tools/iteration.py"
 
 
+def test_the_picture_of_losses_is_fresh():
+    import losses
+
+    assert losses.PICTURE.read_text() == losses.picture(), "run python docs/tools/losses.py"
+
+
 def test_the_readme_has_at_most_700_words():
     assert len((ROOT / "README.md").read_text().split()) <= 700
 

@@ -170,9 +170,18 @@ class GlusterDispersed(Gluster):
 
 
 class GlusterSharded(Gluster):
-    """Two bricks, each with a part of the pieces of each file."""
+    """Two bricks, each with a part of the pieces of each file. The caches of the clients are off, as in GlusterFS' own profile for such
+    volumes (virt): with them a mount may go on to return what another mount has overwritten."""
 
-    options = {"features.shard": "on", "features.shard-block-size": "16MB"}
+    options = {
+        "features.shard": "on",
+        "features.shard-block-size": "16MB",
+        "performance.quick-read": "off",
+        "performance.read-ahead": "off",
+        "performance.io-cache": "off",
+        "performance.strict-o-direct": "on",
+        "network.remote-dio": "off",
+    }
     features = frozenset({"trains"})
 
 

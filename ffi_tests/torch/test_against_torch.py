@@ -211,33 +211,28 @@ def test_backward_through_a_stepped_parameter_is_noticed():
         loss.backward()
 
 
-def test_lion_equals_its_formula():
+def of_the_paper(moment, grad):
+    """Lion with betas of 0.9 and 0.98: the sign that is stepped, and the next moment."""
+    return (0.9 * moment + 0.1 * grad).sign(), 0.98 * moment + 0.02 * grad
+
+
+def of_signum(momentum, grad):
+    """SGD of the sign of the momentum."""
+    momentum = 0.9 * momentum + 0.1 * grad
+    return momentum.sign(), momentum
+
+
+@pytest.mark.parametrize(("betas", "formula"), [((0.9, 0.98), of_the_paper), ((0.9, 0.9), of_signum)])
+def test_lion_equals_its_formula_and_with_equal_betas_signum(betas, formula):
     params, expected = parameters(), [param.detach().double() for param in parameters()]
     moments = [torch.zeros_like(param) for param in expected]
-    optimizer = own.Lion(params, lr=1e-2, betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = own.Lion(params, lr=1e-2, betas=betas, weight_decay=0.1)
     for step in range(STEPS):
         random_grads(params, step)
         optimizer.step()
         for at, param in enumerate(params):
-            grad = param.grad.double()
-            direction = (0.9 * moments[at] + 0.1 * grad).sign()
+            direction, moments[at] = formula(moments[at], param.grad.double())
             expected[at] = expected[at] * (1 - 1e-2 * 0.1) - 1e-2 * direction
-            moments[at] = 0.98 * moments[at] + 0.02 * grad
-    for param, value in zip(params, expected):
-        torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-5)
-
-
-def test_lion_with_equal_betas_is_the_sign_of_the_momentum():
-    """Signum, that is SGD of the sign of the momentum."""
-    params, expected = parameters(), [param.detach().double() for param in parameters()]
-    momenta = [torch.zeros_like(param) for param in expected]
-    optimizer = own.Lion(params, lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1)
-    for step in range(STEPS):
-        random_grads(params, step)
-        optimizer.step()
-        for at, param in enumerate(params):
-            momenta[at] = 0.9 * momenta[at] + 0.1 * param.grad.double()
-            expected[at] = expected[at] * (1 - 1e-2 * 0.1) - 1e-2 * momenta[at].sign()
     for param, value in zip(params, expected):
         torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-5)
 

@@ -15,7 +15,7 @@ _HOST = torch.device("cpu")
 
 
 class Counts:
-    """Memory for the counts of so many parameters."""
+    """Memory for the step counts of a number of parameters."""
 
     @lasting
     def __init__(self, count: int):

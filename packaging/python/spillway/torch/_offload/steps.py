@@ -212,7 +212,7 @@ class OffloadSteps(Parameters):
         if not is_prepared:
             plan.prepared = Prepared(self.param_groups, live, self._states)
         for bucket in plan.buckets:
-            # Those of a submitted bucket were compared by `stands`.
+            # `stands` has compared the gradients of submitted buckets.
             if not bucket.submitted and not bucket.is_current():
                 with span("offload.take", bucket.number):
                     bucket.take(marked=False)
@@ -285,7 +285,7 @@ class OffloadSteps(Parameters):
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             self._ended(plan)
             raise
-        # A step that waits for the norm is judged too: it tells whether the next one would stand.
+        # A step that waited for the norm is judged too: it shows whether an early step would have been kept.
         clipped = bool(self.max_norm and (self._grad_norm or 0.0) > self.max_norm)
         self._decision.judge(in_vain=clipped)
         self._tail.stop(not (self._skipped or clipped), len(plan.buckets), partial(room, plan))

@@ -114,15 +114,27 @@ class Run:
         optimizer, own_step = self.engine.optimizer, self.engine.optimizer.step
 
         def step(*arguments):
-            for name, param in self.params.items():
-                if param.requires_grad and name not in self.given and optimizer.get_param_id(param) not in optimizer.norm_for_param_grads:
-                    index, offset, count = optimizer.grad_position[optimizer.get_param_id(param)]
-                    optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, count).zero_()
+            self.zero_missing()
             own_step(*arguments)
             if not optimizer.overflow:
                 self.given.clear()
 
         optimizer.step = step
+
+    def zero_missing(self):
+        """Gives zeros to each parameter without a gradient since the last step."""
+        optimizer = self.engine.optimizer
+        for name, param in self.params.items():
+            if param.requires_grad and name not in self.given and optimizer.get_param_id(param) not in optimizer.norm_for_param_grads:
+                index, offset, count = optimizer.grad_position[optimizer.get_param_id(param)]
+                optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, count).zero_()
+
+    def change_gradients(self, names, function):
+        """DeepSpeed's update of gradients by a function of them."""
+        if self.cell.get("zero"):
+            self.zero_missing()
+        self.given.update(names)
+        self.utils.safe_update_full_grad_vectorized([self.params[name] for name in names], function)
 
     def look(self):
         digest = hashlib.sha256()
@@ -255,20 +267,16 @@ def unused_longer(run):
 
 
 def vectorized(run):
-    plain(
-        run,
-        lambda: run.utils.safe_update_full_grad_vectorized(
-            [run.params[name] for name in "abd"], lambda gradient, param: gradient * 0.5 + 1e-3
-        ),
-    )
+    plain(run, lambda: run.change_gradients("abd", lambda gradient, param: gradient * 0.5 + 1e-3))
 
 
 def vectorized_unused(run):
-    def change():
-        run.given.add("b")
-        run.utils.safe_update_full_grad_vectorized([run.params["b"]], lambda gradient, param: gradient * 0.5 + 1e-3)
-
-    plain(run, change, use="acd" if run.number % 2 else "abcd")
+    """The function gets what counts for a parameter without a gradient: zeros, or the gradient of an earlier step."""
+    plain(
+        run,
+        lambda: run.change_gradients("b", lambda gradient, param: gradient * 0.5 + 1e-3),
+        use="acd" if run.number % 2 else "abcd",
+    )
 
 
 def coalesced(run, inside=lambda: None):
@@ -356,15 +364,32 @@ def inner(run):
     return run.engine.optimizer.optimizer
 
 
-def partitions(run):
+def partitions(run, use=None):
     """The dictionary of gradients, changed in place."""
 
     def change():
+        if run.cell.get("zero"):
+            run.zero_missing()
         for group in run.engine.optimizer.get_fp32_grad_partitions().values():
             for gradient in group.values():
                 gradient.mul_(0.5)
 
-    plain(run, change)
+    plain(run, change, use=use or NAMES)
+
+
+def partitions_unused(run):
+    partitions(run, "acd" if run.number % 2 else "abcd")
+
+
+def read_unused(run):
+    """The program sets a multiple of the gradient that it reads, of a parameter that has none at times."""
+
+    def change():
+        if run.cell.get("zero"):
+            run.zero_missing()
+        run.set("b", run.utils.safe_get_full_grad(run.params["b"]).float() * 0.5 + 1e-3)
+
+    plain(run, change, use="acd" if run.number % 2 else "abcd")
 
 
 def by_hand(run):
@@ -425,6 +450,8 @@ WAYS = {
     "vectorized": vectorized,
     "vectorized unused": vectorized_unused,
     "partitions": partitions,
+    "partitions unused": partitions_unused,
+    "read unused": read_unused,
     "partly": partly,
     "unused at times": unused_at_times,
     "unused longer": unused_longer,

@@ -181,7 +181,22 @@ class Gradients:
         }
 
     def read(self, index):
-        """The gradient of a sub-group; a copy unless it is the buffer's."""
+        """The gradient of a sub-group as the program sees it. Once a backward has begun, it is that of the next step."""
+        found, missing = self._kept(index), self._missing(index).difference(self._apart)
+        if missing and self._stage3.norm_for_param_grads:
+            found = found.clone()
+            for param in missing:
+                self._part(found, param).zero_()
+        return found
+
+    def _missing(self, index):
+        """The parameters of a sub-group that step with zeros, unless the program sets their gradients."""
+        with_gradients = self._stage3.norm_for_param_grads
+        group = [] if self._stale else self._stage3.fp16_groups[index]
+        return {param for param in group if self._stage3.get_param_id(param) not in with_gradients}
+
+    def _kept(self, index):
+        """What is kept of a sub-group's gradient; a copy unless it is the buffer's."""
         apart = [param for param in self._stage3.fp16_groups[index] if param in self._apart or param in self._factor]
         if not apart:
             return self._buffer(index)
@@ -198,15 +213,16 @@ class Gradients:
         import torch
 
         found, apart = self._buffer(index), []
+        missing = self._missing(index)
         for param in self._stage3.fp16_groups[index]:
             lent = self._lent.get(param)
-            if lent is not None and not torch.equal(lent, self._part(self.read(index), param).float()):
+            if lent is not None and not torch.equal(lent, self._part(self._kept(index), param).float()):
                 self._apart[param] = lent
             if self._stale and param in self._factor:
                 self._separate(param)
             if param in self._apart:
                 apart.append(param)
-            elif not self._stale and self._stage3.get_param_id(param) not in self._stage3.norm_for_param_grads:
+            elif param in missing:
                 self._part(found, param).zero_()
         if apart and found.dtype is not torch.float32:
             found = found.float()

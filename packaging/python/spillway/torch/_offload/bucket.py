@@ -32,8 +32,9 @@ from .portions import Portion, Tree, divide, leaves, sum_of
 from .second import Second
 from .slot import Slot, plain
 
-#: Elements of a master in host memory that are compared at once: their temporary copies are small beside the states.
-_AT_ONCE = 1 << 18
+#: Elements of a master in host memory that are compared at once. Their temporary copies take 64 KiB each: of larger ones malloc kept up to
+#: 30 MiB.
+_AT_ONCE = 1 << 14
 _data_ptr = torch.Tensor.data_ptr
 _uses, _link, _version, _grad = attrgetter("uses"), attrgetter("link"), attrgetter("_version"), attrgetter("grad")
 #: Of the facts of tensors those of their memory.

@@ -272,11 +272,7 @@ def vectorized(run):
 
 def vectorized_unused(run):
     """The function gets what counts for a parameter without a gradient: zeros, or the gradient of an earlier step."""
-    plain(
-        run,
-        lambda: run.change_gradients("b", lambda gradient, param: gradient * 0.5 + 1e-3),
-        use="acd" if run.number % 2 else "abcd",
-    )
+    plain(run, lambda: run.change_gradients("b", lambda gradient, param: gradient * 0.5 + 1e-3), use="acd" if run.number % 2 else "abcd")
 
 
 def coalesced(run, inside=lambda: None):

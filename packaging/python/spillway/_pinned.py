@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from . import _abi, _native, topo
+from ._progress import Told, Watched
 from .errors import InvalidArgumentError
 
 
@@ -38,6 +40,20 @@ def _free(address: int, process: int, freed: Callable[[int], object]) -> None:
     if process == os.getpid():
         freed(address)
         _native.call("spw_pinned_free", address)
+
+
+def taking(size: int, told: Told | None) -> Watched:
+    """A context around a call that takes `size` bytes of memory: tells how the process grows. It does not grow by reserved huge pages.
+
+    Args:
+        size: Number of bytes.
+        told: As of Progress."""
+    return Watched("taking host memory", lambda: size, _resident_bytes, told)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * mmap.PAGESIZE
 
 
 def unused_bytes() -> int | None:

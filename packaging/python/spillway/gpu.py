@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments, _arrays, _kept, _native, _pinned, _tensor_rows
@@ -127,12 +127,14 @@ def gpu_count() -> int:
     return found.devices
 
 
-def pinned(elements: int, dtype: str = "float32") -> Any:
+def pinned(elements: int, dtype: str = "float32", *, progress: Callable[[int, int], object] | None = None) -> Any:
     """Allocates a numpy array in page-locked memory, as transfers need it.
 
     Args:
         elements: Number of elements.
         dtype: "float32", "float16", or "bfloat16", which is stored as uint16.
+        progress: Called with the bytes that were taken and those that will be, several times a second, by another thread; last by this one.
+            None: a line on a terminal after two seconds. What it raises is raised after the memory was taken.
 
     Returns:
         A 1-D numpy array with undefined content. Its memory is freed with its last view.
@@ -147,7 +149,9 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     code, elements = _arrays.dtype_code(dtype), _arguments.unsigned("pinned: elements", elements, 48)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
-    return numpy.frombuffer(_pinned.allocate(size), kind)
+    with _pinned.taking(size, progress):
+        memory = _pinned.allocate(size)
+    return numpy.frombuffer(memory, kind)
 
 
 def current_stream(ordinal: int | None = None) -> Any:

@@ -42,6 +42,7 @@ from ._arrays import Array
 from ._attributes import Fixed, described
 from ._commit import Commit
 from ._native_handle import _NativeHandle, in_slices, record
+from ._progress import Watched
 from ._snapshot import Exported
 from ._tier_options import number, payload_of
 from .errors import InternalError, InvalidArgumentError, OutOfOrderError
@@ -168,6 +169,8 @@ class Swap(_NativeHandle):
         moment_dtype: How the moments are stored: "f32", "bf16" or "int8". A tier has one type of moments: fill another job to
             change it.
         node: NUMA node of the buffers; None: any.
+        progress: Called with the bytes of host memory that were taken and those that will be, several times a second, by another thread;
+            last by this one. None: a line on a terminal after two seconds. What it raises is raised after the memory was taken.
 
     Raises:
         InvalidArgumentError: The memory limit is too small, or the tier holds other subgroups, or moments of the other type.
@@ -202,6 +205,7 @@ class Swap(_NativeHandle):
         low_bits: bool = False,
         moment_dtype: MomentDtype = "f32",
         node: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ):
         paths = len(Tier._given("Swap: tier", tier).paths())
         self.elements, self.split_master, self.low_bits, self.moment_dtype = tuple(elements), split_master, low_bits, moment_dtype
@@ -216,8 +220,9 @@ class Swap(_NativeHandle):
         self._held = _kept.Submitted()
         #: The step that was begun last; a rollback ends it.
         self._update: SwapUpdate | None = None
-        tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
         self.budget = plan_budget(self.elements, host_memory=limit, paths=paths, **encoding)
+        with _pinned.taking(self.budget.host_bytes, progress):
+            tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
 
     def __len__(self) -> int:
         """Number of subgroups."""
@@ -244,12 +249,13 @@ class Swap(_NativeHandle):
         flushes of subgroups, and for each path the bytes in flight. Waits for the writes of an update."""
         return self._through(lambda handle: _native.text("spw_swap_get_trace", handle))
 
-    def fill(self, states: Sequence[Sequence[Array | None]]) -> None:
+    def fill(self, states: Sequence[Sequence[Array | None]], *, progress: Callable[[int, int], object] | None = None) -> None:
         """Sets the state of every subgroup.
 
         Args:
             states: For each subgroup a tuple of param, exp_avg and exp_avg_sq, float32 arrays with the subgroup's
                 number of elements; None sets zeros.
+            progress: Called with the bytes of state that were written and all of them, as `progress` of Swap.
 
         Raises:
             InvalidArgumentError: The number of entries or an array does not fit."""
@@ -259,7 +265,11 @@ class Swap(_NativeHandle):
         for subgroup, parts in enumerate(states):
             for place, address in enumerate(self._floats(subgroup, parts, False)):
                 addresses[3 * subgroup + place] = address
-        self._call("spw_swap_fill", addresses)
+        with Watched("filling the tier", lambda: self.budget.state_bytes, self._written_bytes, progress):
+            self._call("spw_swap_fill", addresses)
+
+    def _written_bytes(self) -> int:
+        return sum(path.written_bytes for path in self.tier.paths())
 
     def step(
         self,

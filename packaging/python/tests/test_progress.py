@@ -124,6 +124,29 @@ def test_a_call_is_watched_by_a_thread_until_it_ends():
     assert told == [(10, 50, False), (50, 50, False), (50, 50, True)]
 
 
+def test_memory_that_is_taken_and_a_fill_tell_their_bytes(tmp_path):
+    told = []
+
+    def tell(*moved):
+        told.append(moved)
+
+    memory = spillway.pinned(64 << 18, progress=tell)
+    assert told[-1] == (64 << 20, 64 << 20) and told == sorted(told) and len(memory) == 64 << 18
+    told.clear()
+    with spillway.Tier([tmp_path], job="x", durability="process") as tier, spillway.Swap(tier, [1 << 18] * 3, progress=tell) as swap:
+        assert told[-1] == (swap.budget.host_bytes,) * 2 and told == sorted(told)
+        told.clear()
+        swap.fill([(None, None, None)] * 3, progress=tell)
+        assert told[-1] == (9 << 20, 9 << 20) and told == sorted(told)
+        with pytest.raises(KeyError):
+            swap.fill([(None, None, None)] * 3, progress=lambda *moved: {}[moved])
+        swap.commit(1)
+        swap.close()
+        with pytest.raises(KeyError):
+            spillway.Swap(tier, [1 << 18] * 3, progress=lambda *moved: {}[moved])
+        spillway.Swap(tier, [1 << 18] * 3).close()
+
+
 def test_what_the_function_of_a_watched_call_raises_comes_after_the_call():
     raised, calls = threading.Event(), []
 

@@ -171,8 +171,7 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
     Example:
         spillway.set_log(lambda level, message: print(level, message), "warn")"""
     global _log_callback
-    if level not in _abi.LOG_LEVELS:
-        raise InvalidArgumentError(f"set_log: level is {level!r}; pass one of {', '.join(_abi.LOG_LEVELS)}")
+    _arguments.one_of("set_log: level", level, _abi.LOG_LEVELS)
     names = {number: name for name, number in _abi.LOG_LEVELS.items()}
 
     def forward(_user: object, number: int, message: bytes) -> None:

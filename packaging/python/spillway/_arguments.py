@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Collection
 from typing import Any
 
 from ._integers import RANGES, between
@@ -44,6 +45,13 @@ def text(argument: str, value: Any) -> bytes:
     if not isinstance(value, str) or "\0" in value:
         raise InvalidArgumentError(f"{argument} is {value!r}; pass a str without NUL characters")
     return value.encode("utf-8", "surrogateescape")
+
+
+def one_of(argument: str, value: Any, names: Collection[str]) -> str:
+    """The value, if it is one of these names."""
+    if not isinstance(value, str) or value not in names:
+        raise InvalidArgumentError(f"{argument} is {value!r}; pass one of {', '.join(names)}")
+    return value
 
 
 def path(argument: str, value: Any) -> bytes:

@@ -78,7 +78,9 @@ def limit_of(user: str, host_memory: int | Literal["auto"] | None) -> int | None
     if host_memory is None:
         return None
     if isinstance(host_memory, bool) or not isinstance(host_memory, Integral) or not 0 < host_memory < 1 << 64:
-        raise InvalidArgumentError(f"{user}: host_memory is {host_memory!r}; pass a number of bytes, 'auto', or None for no limit")
+        raise InvalidArgumentError(
+            f"{user}: host_memory is {host_memory!r}; pass a number of bytes below 2^64, 'auto', or None for no limit"
+        )
     return int(host_memory)
 
 

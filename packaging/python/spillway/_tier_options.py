@@ -65,9 +65,7 @@ def payload_of(payload: Any) -> bytes:
 
 def choice(choices: Mapping[str, int], value: str, argument: str) -> int:
     """Returns the number of a named choice; raises InvalidArgumentError for an unknown name."""
-    if value not in choices:
-        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass one of {', '.join(choices)}")
-    return choices[value]
+    return choices[_arguments.one_of(f"Tier: {argument}", value, choices)]
 
 
 def text(value: Any, argument: str) -> bytes:

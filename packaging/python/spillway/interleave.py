@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._native_handle import _NativeHandle
-from .errors import InvalidArgumentError
 from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stream_number
 from .optim import Adam, counter
 
@@ -342,6 +341,4 @@ def _transfer_dtype(name: str) -> int:
 
 
 def _choice(known: Mapping[str, int], name: str, argument: str) -> int:
-    if not isinstance(name, str) or name not in known:
-        raise InvalidArgumentError(f"{argument} is {name!r}; pass one of {', '.join(known)}")
-    return known[name]
+    return known[_arguments.one_of(argument, name, known)]

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments
 from ._native_handle import _NativeHandle
-from .errors import InvalidArgumentError
 
 MODES = {"arithmetic": _abi.UNDO_MODE_ARITHMETIC, "delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
 
@@ -77,9 +76,7 @@ class Recording(_NativeHandle):
     closer = "spw_undo_close"
 
     def __init__(self, prepared: _Prepared, mode: str = "delta"):
-        if mode not in MODES:
-            raise InvalidArgumentError(f"Recording: mode is {mode!r}; pass one of {', '.join(MODES)}")
-        self._prepared, self._mode = prepared, mode
+        self._prepared, self._mode = prepared, _arguments.one_of("Recording: mode", mode, MODES)
         options = _abi.sized(_abi.UndoOptions)
         options.mode, options.elements, options.tensors = MODES[mode], prepared.elements, len(prepared)
         self._hold("spw_undo_open", ctypes.byref(options))

@@ -117,8 +117,7 @@ class Speculation(_NativeHandle):
 
     def __init__(self, buckets: int, *, publish: str = "final", undo: str = "delta"):
         for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, _UNDO)):
-            if value not in known:
-                raise InvalidArgumentError(f"Speculation: {name} is {value!r}; pass one of {', '.join(known)}")
+            _arguments.one_of(f"Speculation: {name}", value, known)
         buckets = _arguments.between("Speculation: buckets", buckets, 1, (1 << 32) - 1)
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, _UNDO[undo], PUBLISH[publish]
@@ -292,9 +291,8 @@ class Speculation(_NativeHandle):
 
     def _resolve_as(self, status: list[int], verdict: str, grad_scale: float) -> Outcome:
         """As resolve_as(), and appends the status of the call to `status`, also if a signal handler raises after the call."""
-        if verdict not in VERDICTS:
-            raise InvalidArgumentError(f"Speculation.resolve_as: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
-        return self._resolved(status, "spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
+        number = VERDICTS.index(_arguments.one_of("Speculation.resolve_as: verdict", verdict, VERDICTS))
+        return self._resolved(status, "spw_spec_resolve_as", number, grad_scale)
 
     def abort(self) -> None:
         """Rolls an open round back, whatever was submitted, and waits until that is done. A bucket that had failed is no error: its step

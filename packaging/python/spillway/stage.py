@@ -118,8 +118,7 @@ class Stage(_NativeHandle):
     ):
         known = {name: value for name, value in PUBLISH.items() if name != "speculative"}
         for name, value, values in (("publish", publish, known), ("undo", undo, EXACT)):
-            if value not in values:
-                raise InvalidArgumentError(f"Stage: {name} is {value!r}; pass one of {', '.join(values)}")
+            _arguments.one_of(f"Stage: {name}", value, values)
         if not isinstance(adam, Adam):
             raise InvalidArgumentError(f"Stage: adam is a {type(adam).__name__}; pass a spillway.Adam")
         if (arena is None) != (region is None):

@@ -624,8 +624,7 @@ class SwapUpdate:
 
         Raises:
             OutOfOrderError: The step has its verdict, or is not speculative."""
-        if verdict not in VERDICTS:
-            raise InvalidArgumentError(f"SwapUpdate.verdict: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
+        _arguments.one_of("SwapUpdate.verdict: verdict", verdict, VERDICTS)
         self._check_open()
         outcome: list[int] = []
         if self._verdict is None:

@@ -253,8 +253,7 @@ def pages_at(address: int, size: int, node: int) -> Pages:
 
 
 def _cores(root: Any, load_driver: bool, ranks: int, rank: int, share: float, scope: str) -> Cores:
-    if scope not in _SCOPES:
-        raise InvalidArgumentError(f"scope is {scope!r}; pass one of {', '.join(_SCOPES)}")
+    _arguments.one_of("scope", scope, _SCOPES)
     if isinstance(share, (str, bytes)) or not 0 < share <= 1:
         raise InvalidArgumentError(f"share is {share!r}; pass a number above 0 and at most 1")
     options = _abi.sized(_abi.TopoRankOptions)

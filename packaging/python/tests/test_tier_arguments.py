@@ -4,6 +4,7 @@ details in another process."""
 import copy
 import pathlib
 import pickle
+import re
 
 import pytest
 
@@ -21,6 +22,13 @@ def tier(tmp_path):
 def test_a_step_that_is_no_number_of_64_bits_is_refused(tier, step):
     with pytest.raises(spillway.InvalidArgumentError, match="step"):
         tier.commit(step)
+
+
+@pytest.mark.parametrize("given", [[], {}, None, 3, "other"])
+@pytest.mark.parametrize("argument", ["mode", "durability", "backend"])
+def test_a_choice_is_one_of_its_names(tmp_path, argument, given):
+    with pytest.raises(spillway.InvalidArgumentError, match=f"Tier: {argument} is {re.escape(repr(given))}; pass one of"):
+        spillway.Tier([tmp_path], job="arguments", **{argument: given})
 
 
 def test_a_payload_is_bytes_of_any_kind(tier, tmp_path):

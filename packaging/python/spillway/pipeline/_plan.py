@@ -287,9 +287,7 @@ def plan(
 
     Example:
         spillway.pipeline.plan("decoupled", devices=2, micro_batches=2, stages=2, split=2).passes_bubble_ratio"""
-    if schedule not in SCHEDULES:
-        raise InvalidArgumentError(f"plan: schedule is {schedule!r}; pass one of {', '.join(SCHEDULES)}")
-    decoupled = schedule == "decoupled"
+    decoupled = _arguments.one_of("plan: schedule", schedule, SCHEDULES) == "decoupled"
     devices, micro_batches, stages, split, slots = (
         _arguments.between(f"plan: {name}", value, 1, (1 << 32) - 1)
         for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots))

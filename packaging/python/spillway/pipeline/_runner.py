@@ -114,8 +114,7 @@ class Pipeline:
         ):
             if _arguments.unsigned(f"Pipeline: {name}", value, 31) == 0:
                 raise InvalidArgumentError(f"Pipeline: {name} is 0; pass a number of at least 1")
-        if transport not in list(TRANSPORTS):
-            raise InvalidArgumentError(f"Pipeline: transport is {transport!r}; pass one of {', '.join(TRANSPORTS)}")
+        _arguments.one_of("Pipeline: transport", transport, TRANSPORTS)
         if not self._units or len(self._units) % split:
             raise InvalidArgumentError(f"Pipeline: there are {len(self._units)} units; pass a multiple of split, {split}")
         _refuse_tier(optimizer)

@@ -311,7 +311,7 @@ class Gpu(_NativeHandle):
         grad_scale: float = 1.0,
         return_stats: bool = False,
     ) -> StepStats | None:
-        """Runs one step on the device, with the bits of a step on the CPU.
+        """Runs one step on the device. The result is bit-identical to a step on the CPU.
 
         Args:
             adam: The Adam whose options the step uses.

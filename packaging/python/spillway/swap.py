@@ -18,7 +18,7 @@ is there. With speculative=True a verdict may take the steps back:
         update.verdict("redo", grad_scale=clip) if norm > 1.0 else update.verdict("commit")
 
 With moment_dtype="bf16" the tier and memory store both moments as bfloat16: 8 bytes per parameter instead of 12. With "int8"
-they store codes of 8 bits with a scale for 32 elements: 6.13 bytes. The step has the bits of Adam with such moments in memory,
+they store codes of 8 bits with a scale for 32 elements: 6.13 bytes. A step is bit-identical to Adam with such moments in memory,
 and may round at random. fill(), read() and write() take float32 arrays all the same; values are rounded to nearest. Blocks of
 codes count from the subgroup's start, so each part of a subgroup begins at a multiple of 32.
 

@@ -8,7 +8,7 @@
         store.commit()                 # this step survives a crash from here on
 
 The float32 masters and both moments are on the tier. Host memory holds the buffers of a few buckets, the gradients, and the 16-bit weights
-that go back to the GPU. A step has the bits of a step in memory (spillway.torch.AdamW over float32 masters)."""
+that go back to the GPU. A step is bit-identical to one in memory (spillway.torch.AdamW over float32 masters)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 //! the element types. Every other call runs the generic Rust body.
 
 use super::chunk_loop::CHUNK;
-use super::codes;
+use super::coded_step::step_coded;
 use super::dispatch::Kernel;
 use super::element::{Dtypes, has_bf16_moments};
 use super::kept;
@@ -11,7 +11,7 @@ use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::{RandomBits, Stochastic};
 use super::take::take_copy;
-use super::tensor::{Tensor, codes_stand_alone, needs_a_log, not_stochastic, split_stands_alone};
+use super::tensor::{Tensor, needs_a_log, not_stochastic, split_stands_alone};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -80,13 +80,8 @@ impl Optimizer for AdamRule {
         }
         if tensor.has_codes() {
             let random = RandomBits::new(key, tensor.first());
-            return step_of_codes(
-                kernel,
-                AdamRule { stochastic: None, ..self },
-                tensor,
-                squares,
-                Some(random),
-            );
+            let rule = AdamRule { stochastic: None, ..self };
+            return step_of_codes(kernel, rule, &mut tensor, squares, Some(random));
         }
         check::<AdamRule>(&tensor)?;
         take_copy(kernel, &mut tensor);
@@ -114,21 +109,8 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares:
         return step_plain(kernel, rule, tensor, squares);
     }
     keep_values::<R>(kernel, &mut tensor)?;
-    match tensor.has_codes() {
-        true => step_of_codes(kernel, rule, tensor, squares, None),
-        false => step_without_codes(kernel, rule, tensor, squares),
-    }
-}
-
-/// Steps a tensor without 8-bit moments, which may have a split master.
-fn step_without_codes<R: Arithmetic>(
-    kernel: Kernel,
-    rule: R,
-    mut tensor: Tensor<'_>,
-    squares: bool,
-) -> Result<f64> {
-    if !tensor.is_split() {
-        return step_plain(kernel, rule, tensor, squares);
+    if tensor.has_codes() {
+        return step_of_codes(kernel, rule, &mut tensor, squares, None);
     }
     check::<R>(&tensor)?;
     step_of_split(kernel, rule, &mut tensor, squares)
@@ -148,20 +130,17 @@ fn step_plain<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, sq
     super::step::step(kernel, rule, &mut tensor, squares)
 }
 
-/// Steps 8-bit moments, which `random` rounds. Not inlined: every step would touch the pages of its buffers on the stack.
-#[inline(never)]
+/// Steps 8-bit moments, which `random` rounds.
 fn step_of_codes<R: Arithmetic>(
     kernel: Kernel,
     rule: R,
-    tensor: Tensor<'_>,
+    tensor: &mut Tensor<'_>,
     squares: bool,
     random: Option<RandomBits>,
 ) -> Result<f64> {
-    check::<R>(&tensor)?;
-    if tensor.has_shadow() {
-        return Err(codes_stand_alone());
-    }
-    codes::step(kernel, tensor, random, |tile| step_without_codes(kernel, rule, tile, squares))
+    check::<R>(tensor)?;
+    take_copy(kernel, tensor);
+    step_coded(kernel, rule, tensor, squares, random)
 }
 
 fn step_of_split<R: Arithmetic>(

@@ -42,6 +42,16 @@ pub trait Op {
     unsafe fn finish<V: Vector>(&mut self) {}
 }
 
+/// A step of an optimizer, of which the caller may have the moments.
+pub trait StepOp: Op {
+    /// Steps the group at element `at`, all but its moments. Takes the old moments, and returns the gradient whose squares
+    /// are summed and the new ones.
+    ///
+    /// # Safety
+    /// Same contract as [`Op::apply`]. The moments in memory are not accessed.
+    unsafe fn advance<V: Vector, A: Access>(&mut self, at: usize, access: A, moments: [V; 2]) -> (V, [V; 2]);
+}
+
 /// Walks an [`Op`] over `n` elements.
 pub struct ChunkLoop<O, const SQUARES: bool> {
     /// The work per group.
@@ -64,6 +74,11 @@ pub trait Access: Copy {
     /// # Safety
     /// Same contract as [`Vector`], for the elements inside the group.
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw);
+    /// Loads a byte for each element of the group; lanes outside it are zero.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`], for the elements inside the group.
+    unsafe fn load_bytes<V: Vector>(self, from: *const u8) -> V::Bits;
     /// Loads the bit patterns of the group; lanes outside it are zero.
     ///
     /// # Safety
@@ -103,6 +118,11 @@ impl Access for Full {
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe { E::store(value, to) }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes<V: Vector>(self, from: *const u8) -> V::Bits {
+        // SAFETY: the caller upholds the callee's contract.
+        unsafe { V::load_bytes(from) }
     }
     #[inline(always)]
     unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits {
@@ -154,6 +174,11 @@ impl Access for Partial {
             E::store(value, padded.as_mut_ptr());
             self.store_prefix(padded, to);
         }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes<V: Vector>(self, from: *const u8) -> V::Bits {
+        // SAFETY: the padded array holds a whole vector.
+        unsafe { V::load_bytes(self.pad(from).as_ptr()) }
     }
     #[inline(always)]
     unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits {

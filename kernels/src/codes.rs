@@ -21,37 +21,23 @@
 //!   0.96 * 2^126, also Inf, counts as that.
 //! - Each operation is one IEEE operation, so that every kernel gives the same codes.
 //!
-//! A step decodes a tile into a buffer that stays in the caches, steps it as f32 moments, and encodes the result. So
-//! every rule, type combination and instruction set has 8-bit moments, with the bits of a step of the decoded moments.
+//! `coded_step` steps them.
 
-use std::mem::MaybeUninit;
-
-use super::chunk_loop::CHUNK;
 use super::coded::{BLOCK, Codes, Moment};
 use super::dispatch::Kernel;
 use super::float_mode::IeeeMode;
-use super::squares::{self, TILE};
-use super::stochastic::RandomBits;
-use super::tensor::Tensor;
 use super::vector::{Body, Vector};
-use crate::dtype::FloatsMut;
-use crate::error::Result;
+
+/// Elements that are encoded at once: the values of two moments and the random numbers of a strip stay in the nearest cache.
+pub(super) const STRIP: usize = 2048;
 
 impl Codes<'_> {
     /// Writes the values of all codes. Panics if `to` or the scales have another length than the codes need.
     pub fn decode(&self, kernel: Kernel, moment: Moment, to: &mut [f32]) {
         let n = to.len();
-        // SAFETY: `to` has room for n values.
-        unsafe { self.decode_to(kernel, moment, to.as_mut_ptr(), n) }
-    }
-
-    /// As [`Codes::decode`], to memory that need not be initialised.
-    ///
-    /// # Safety
-    /// `to` has room for `n` values.
-    unsafe fn decode_to(&self, kernel: Kernel, moment: Moment, to: *mut f32, n: usize) {
         self.check(n);
         let (codes, scales) = (self.codes.as_ptr(), self.scales.as_ptr().cast());
+        let to = to.as_mut_ptr();
         let _mode = IeeeMode::enter();
         // SAFETY: `check` found one code for each of the n values, and one scale for each block of them.
         unsafe {
@@ -72,7 +58,7 @@ impl Codes<'_> {
         let (codes, scales) = (self.codes.as_mut_ptr(), self.scales.as_mut_ptr().cast());
         let (from, n) = (from.as_ptr(), from.len());
         let _mode = IeeeMode::enter();
-        // SAFETY: as in `decode_to`.
+        // SAFETY: as in `decode`.
         unsafe {
             match moment {
                 Moment::First => kernel.run(Encode::<true> { from, codes, scales, n, random }),
@@ -84,83 +70,6 @@ impl Codes<'_> {
     fn check(&self, n: usize) {
         assert!(self.codes.len() == n && self.scales.len() == n.div_ceil(BLOCK), "codes of {n} elements");
     }
-}
-
-/// Steps one chunk with 8-bit moments: `step` steps each tile of it with f32 moments.
-pub fn step(
-    kernel: Kernel,
-    mut tensor: Tensor<'_>,
-    random: Option<RandomBits>,
-    mut step: impl FnMut(Tensor<'_>) -> Result<f64>,
-) -> Result<f64> {
-    if tensor.len() <= SMALL {
-        return step_tile::<SMALL>(kernel, tensor, random, &mut step);
-    }
-    let mut sums = [0.0; CHUNK / TILE];
-    let tiles = tensor.len().div_ceil(TILE);
-    for sum in &mut sums[..tiles - 1] {
-        let (tile, rest) = tensor.split_at(TILE);
-        *sum = step_tile::<TILE>(kernel, tile, random, &mut step)?;
-        tensor = rest;
-    }
-    sums[tiles - 1] = step_tile::<TILE>(kernel, tensor, random, &mut step)?;
-    Ok(squares::sum(&sums[..tiles]))
-}
-
-/// Most elements of a step whose buffer is small: to clear the buffer of a tile takes longer than such a step.
-const SMALL: usize = 128;
-
-/// Room for the numbers of a tile. It is not cleared, which would take a tenth of the step.
-struct Buffer<T, const MOST: usize>(MaybeUninit<[T; MOST]>);
-
-impl<T: Copy, const MOST: usize> Buffer<T, MOST> {
-    const NEW: Self = Buffer(MaybeUninit::uninit());
-
-    /// The first `n` numbers. Panics if there is no room for them.
-    ///
-    /// # Safety
-    /// `write` writes `n` numbers.
-    unsafe fn written_by(&mut self, n: usize, write: impl FnOnce(*mut T)) -> &mut [T] {
-        assert!(n <= MOST, "a tile of {n} elements");
-        let to = self.0.as_mut_ptr().cast();
-        write(to);
-        // SAFETY: the caller's promise; the buffer has room for them, and is borrowed with them.
-        unsafe { std::slice::from_raw_parts_mut(to, n) }
-    }
-}
-
-fn step_tile<const MOST: usize>(
-    kernel: Kernel,
-    mut tensor: Tensor<'_>,
-    random: Option<RandomBits>,
-    step: &mut impl FnMut(Tensor<'_>) -> Result<f64>,
-) -> Result<f64> {
-    let n = tensor.len();
-    let mut numbers = Buffer::<u32, MOST>::NEW;
-    let random = random.map(|random| {
-        // SAFETY: the call writes n words.
-        &*unsafe { numbers.written_by(n, |to| random.from(tensor.first()).fill_to(kernel, to, n)) }
-    });
-    let [mut first, mut second] = tensor.take_codes();
-    let (mut first_values, mut second_values) = (Buffer::<f32, MOST>::NEW, Buffer::<f32, MOST>::NEW);
-    let moments =
-        [(&mut first, Moment::First, &mut first_values), (&mut second, Moment::Second, &mut second_values)];
-    let moments = moments.map(|(codes, moment, values)| {
-        codes.as_mut().map(|codes| {
-            // SAFETY: there is a code for each of the n elements of the tile, and the call writes its value.
-            let values = unsafe { values.written_by(n, |to| codes.decode_to(kernel, moment, to, n)) };
-            (codes, moment, values)
-        })
-    });
-    let [mut first, mut second] = moments;
-    let mut plain = tensor.reborrow();
-    plain.states.exp_avg = first.as_mut().map(|(.., values)| FloatsMut::F32(values));
-    plain.states.exp_avg_sq = second.as_mut().map(|(.., values)| FloatsMut::F32(values));
-    let sum = step(plain)?;
-    for (codes, moment, values) in [first, second].into_iter().flatten() {
-        codes.encode(kernel, moment, values, random);
-    }
-    Ok(sum)
 }
 
 /// Bits of a float below a step of 1/16 octave.
@@ -193,7 +102,7 @@ impl<const FIRST: bool> Body for Decode<FIRST> {
         for at in (0..n).step_by(BLOCK) {
             // SAFETY: the block begins below n. A last block of fewer elements is read and written through a buffer.
             unsafe {
-                let scale = f32::from_bits(u32::from(scales.add(at / BLOCK).read()) << 16);
+                let scale = scale_at(scales, at);
                 if n - at >= BLOCK {
                     decode_block::<V, FIRST>(scale, codes.add(at), to.add(at));
                     continue;
@@ -214,21 +123,41 @@ impl<const FIRST: bool> Body for Decode<FIRST> {
 unsafe fn decode_block<V: Vector, const FIRST: bool>(scale: f32, codes: *const u8, to: *mut f32) {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
+        for at in (0..BLOCK).step_by(V::LANES) {
+            value_of::<V, FIRST>(V::load_bytes(codes.add(at)), scale).store_f32(to.add(at));
+        }
+    }
+}
+
+/// The scale of element `at`.
+///
+/// # Safety
+/// There is one for each block of elements.
+#[inline(always)]
+pub(super) unsafe fn scale_at(scales: *const u16, at: usize) -> f32 {
+    // SAFETY: the caller's promise.
+    f32::from_bits(u32::from(unsafe { scales.add(at / BLOCK).read() }) << 16)
+}
+
+/// The values of codes that have one scale.
+///
+/// # Safety
+/// Same contract as [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn value_of<V: Vector, const FIRST: bool>(byte: V::Bits, scale: f32) -> V {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
         let offset = offset(FIRST);
         let (less, scale) = (V::splat(-offset * scale), V::splat(scale));
-        let step = V::bits_splat(STEP);
-        for at in (0..BLOCK).step_by(V::LANES) {
-            let byte = V::load_bytes(codes.add(at));
-            let code = if FIRST { V::bits_and(byte, V::bits_splat(0x7f)) } else { byte };
-            let moved = V::bits_add(V::bits_shl(code, step), V::bits_splat(offset.to_bits()));
-            // (moved - d) * scale with one rounding: d is a power of two, so its product with the scale is exact.
-            let mut value = V::from_bits(moved).mul_add(scale, less);
-            if FIRST {
-                let sign = V::bits_and(V::bits_shl(byte, V::bits_splat(24)), V::bits_splat(1 << 31));
-                value = V::from_bits(V::bits_or(value.to_bits(), sign));
-            }
-            value.store_f32(to.add(at));
+        let code = if FIRST { V::bits_and(byte, V::bits_splat(0x7f)) } else { byte };
+        let moved = V::bits_add(V::bits_shl(code, V::bits_splat(STEP)), V::bits_splat(offset.to_bits()));
+        // (moved - d) * scale with one rounding: d is a power of two, so its product with the scale is exact.
+        let value = V::from_bits(moved).mul_add(scale, less);
+        if !FIRST {
+            return value;
         }
+        let sign = V::bits_and(V::bits_shl(byte, V::bits_splat(24)), V::bits_splat(1 << 31));
+        V::from_bits(V::bits_or(value.to_bits(), sign))
     }
 }
 
@@ -238,44 +167,45 @@ unsafe fn magnitude<V: Vector>(bits: V::Bits) -> V::Bits {
     unsafe { V::bits_and(bits, V::bits_splat(0x7fff_ffff)) }
 }
 
-struct Encode<const FIRST: bool> {
-    from: *const f32,
-    codes: *mut u8,
-    scales: *mut u16,
-    n: usize,
-    random: Option<*const u32>,
+/// Encodes `n` values, with a random number for each one or none.
+pub(super) struct Encode<const FIRST: bool> {
+    pub(super) from: *const f32,
+    pub(super) codes: *mut u8,
+    pub(super) scales: *mut u16,
+    pub(super) n: usize,
+    pub(super) random: Option<*const u32>,
 }
 
 impl<const FIRST: bool> Body for Encode<FIRST> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) -> f64 {
         let Encode { from, codes, scales, n, random } = self;
-        for tile in (0..n).step_by(TILE) {
-            let count = TILE.min(n - tile);
-            // SAFETY: the tile lies below n, and begins with a block.
+        for strip in (0..n).step_by(STRIP) {
+            let count = STRIP.min(n - strip);
+            // SAFETY: the strip lies below n, and begins with a block.
             unsafe {
-                let random = random.map(|random| random.add(tile));
-                let (from, codes, scales) = (from.add(tile), codes.add(tile), scales.add(tile / BLOCK));
-                encode_tile::<V, FIRST>(from, codes, scales, count, random);
+                let random = random.map(|random| random.add(strip));
+                let (from, codes, scales) = (from.add(strip), codes.add(strip), scales.add(strip / BLOCK));
+                encode_strip::<V, FIRST>(from, codes, scales, count, random);
             }
         }
         0.0
     }
 }
 
-/// Encodes a tile of `n` elements in three passes: with one pass, each block would wait for the two divisions of its scale.
+/// Encodes a strip of `n` elements in three passes: with one pass, each block would wait for the two divisions of its scale.
 ///
 /// # Safety
-/// Same contract as [`Vector`]. There are `n` elements, codes and random numbers, at most [`TILE`], and scales of their blocks.
+/// Same contract as [`Vector`]. There are `n` elements, codes and random numbers, at most [`STRIP`], and scales of their blocks.
 #[inline(always)]
-unsafe fn encode_tile<V: Vector, const FIRST: bool>(
+unsafe fn encode_strip<V: Vector, const FIRST: bool>(
     from: *const f32,
     codes: *mut u8,
     scales: *mut u16,
     n: usize,
     random: Option<*const u32>,
 ) {
-    let (mut scale, mut factor) = ([0; TILE / BLOCK], [0.0; TILE / BLOCK]);
+    let (mut scale, mut factor) = ([0; STRIP / BLOCK], [0.0; STRIP / BLOCK]);
     let (whole, rest) = (n / BLOCK, n % BLOCK);
     // SAFETY: each block lies below n. A last block of fewer elements is read and written through a buffer.
     unsafe {

@@ -169,6 +169,20 @@ pub trait WithTypes {
 pub fn with_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
     use Dtype::{Bf16 as B, F16 as H, F32 as S};
     let Dtypes { param, state, grad, copy } = dtypes;
+    if state == S {
+        return with_f32_moments(dtypes, work);
+    }
+    Some(match (param, state, grad, copy) {
+        (H, H, H, None) => work.with::<F16, F16, F16, Absent>(),
+        (B, B, B, None) => work.with::<Bf16, Bf16, Bf16, Absent>(),
+        _ => return with_bf16_moments(dtypes, work),
+    })
+}
+
+/// As [`with_types`], for f32 states.
+pub fn with_f32_moments<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
+    use Dtype::{Bf16 as B, F16 as H, F32 as S};
+    let Dtypes { param, state, grad, copy } = dtypes;
     Some(match (param, state, grad, copy) {
         (S, S, S, None) => work.with::<F32, F32, F32, Absent>(),
         (S, S, S, Some(H)) => work.with::<F32, F32, F32, F16>(),
@@ -180,10 +194,8 @@ pub fn with_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
         (S, S, B, Some(H)) => work.with::<F32, F32, Bf16, F16>(),
         (S, S, B, Some(B)) => work.with::<F32, F32, Bf16, Bf16>(),
         (H, S, H, None) => work.with::<F16, F32, F16, Absent>(),
-        (H, H, H, None) => work.with::<F16, F16, F16, Absent>(),
         (B, S, B, None) => work.with::<Bf16, F32, Bf16, Absent>(),
-        (B, B, B, None) => work.with::<Bf16, Bf16, Bf16, Absent>(),
-        _ => return with_bf16_moments(dtypes, work),
+        _ => return None,
     })
 }
 
@@ -205,10 +217,19 @@ pub fn with_split_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Outp
     use Dtype::{Bf16 as B, F32 as S};
     let Dtypes { param, state, grad, copy } = dtypes;
     Some(match (param, state, grad, copy) {
-        (B, S, B, None) => work.with::<Bf16, F32, Bf16, Absent>(),
         (B, B, B, None) => work.with::<Bf16, Bf16, Bf16, Absent>(),
-        (B, S, S, None) => work.with::<Bf16, F32, F32, Absent>(),
         (B, B, S, None) => work.with::<Bf16, Bf16, F32, Absent>(),
+        _ => return with_split_f32_moments(dtypes, work),
+    })
+}
+
+/// As [`with_split_types`], for f32 states.
+pub fn with_split_f32_moments<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
+    use Dtype::{Bf16 as B, F32 as S};
+    let Dtypes { param, state, grad, copy } = dtypes;
+    Some(match (param, state, grad, copy) {
+        (B, S, B, None) => work.with::<Bf16, F32, Bf16, Absent>(),
+        (B, S, S, None) => work.with::<Bf16, F32, F32, Absent>(),
         _ => return None,
     })
 }

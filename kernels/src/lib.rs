@@ -11,7 +11,8 @@
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `split` | the step of a bf16 parameter with a split f32 master |
-//! | `coded`, `codes` | 8-bit moments in memory; they are decoded before a step of a tile, encoded after it |
+//! | `coded`, `codes` | 8-bit moments in memory, and the values of their codes |
+//! | `coded_step` | the step with 8-bit moments, which are decoded in registers |
 //! | `word_sum` | the sums that tell such a step whether other code has written to the parameter |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `take` | takes what other code has written to the 16-bit copy of a parameter into the parameter |
@@ -28,6 +29,7 @@ mod accumulate;
 mod chunk;
 mod chunk_loop;
 mod coded;
+mod coded_step;
 mod codes;
 mod dispatch;
 pub mod dtype;

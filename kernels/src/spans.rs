@@ -96,13 +96,36 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
     /// Same contract as [`Vector`].
     #[inline(always)]
     pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
-        let (at, reads) = (at + AHEAD, &self.old);
+        // SAFETY: the caller upholds the callees' contracts.
+        unsafe {
+            self.prefetch_param::<V>(at);
+            self.prefetch_moments::<V>(at);
+        }
+    }
+
+    /// As [`Spans::prefetch`], of gradient and parameter.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`].
+    #[inline(always)]
+    pub unsafe fn prefetch_param<V: Vector>(&self, at: usize) {
         // SAFETY: a prefetch of any address is harmless.
         unsafe {
-            V::prefetch(self.grad.wrapping_add(at).cast());
-            V::prefetch(reads.param.wrapping_add(at).cast());
-            V::prefetch(reads.exp_avg.wrapping_add(at).cast());
-            V::prefetch(reads.exp_avg_sq.wrapping_add(at).cast());
+            V::prefetch(self.grad.wrapping_add(at + AHEAD).cast());
+            V::prefetch(self.old.param.wrapping_add(at + AHEAD).cast());
+        }
+    }
+
+    /// As [`Spans::prefetch`], of the moments.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`].
+    #[inline(always)]
+    pub unsafe fn prefetch_moments<V: Vector>(&self, at: usize) {
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe {
+            V::prefetch(self.old.exp_avg.wrapping_add(at + AHEAD).cast());
+            V::prefetch(self.old.exp_avg_sq.wrapping_add(at + AHEAD).cast());
         }
     }
 

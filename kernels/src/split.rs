@@ -14,7 +14,7 @@
 //! - With sums of tiles (see `word_sum`), low bits of a tile that other code has written count as zero. The loop over a
 //!   tile sums the elements that it writes, and those of the next tile, which are in no other pass.
 
-use super::chunk_loop::{Access, ChunkLoop, Op};
+use super::chunk_loop::{Access, ChunkLoop, Op, StepOp};
 use super::dispatch::Kernel;
 use super::element::{Absent, Bf16, Element, F32, WithTypes, with_split_types};
 use super::float_mode::IeeeMode;
@@ -50,10 +50,9 @@ impl<R: Arithmetic> WithTypes for SplitCall<'_, '_, R> {
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
         let SplitCall { kernel, rule, tensor, squares } = self;
         let n = tensor.len();
-        let (low, sums) = (tensor.low_address(), tensor.low_sums_address());
-        let spans = Spans::<Bf16, S, G, Absent>::of(tensor);
+        let sums = tensor.low_sums_address();
         let _mode = IeeeMode::enter();
-        let split = Split { rule, spans, low, counts: u32::from(u16::MAX) };
+        let split = Split::<R, S, G>::of(rule, tensor);
         // SAFETY: `with_split_types` chose S and G by the tensor's dtypes, and the parameter is bf16, so the addresses
         // point to elements of these types. `Tensor::new_split` checked that every span has n elements, and
         // `with_low_sums` that there is a sum for each tile. `check_states` checked that no state of the rule is missing.
@@ -70,7 +69,7 @@ impl<R: Arithmetic> WithTypes for SplitCall<'_, '_, R> {
 }
 
 /// A step of a split master with sums of its tiles.
-struct Summed<R, S: Element, G: Element> {
+pub(super) struct Summed<R, S: Element, G: Element> {
     split: Split<R, S, G>,
     /// One for each tile.
     sums: *mut u64,
@@ -82,7 +81,8 @@ struct Summed<R, S: Element, G: Element> {
 }
 
 impl<R: Arithmetic, S: Element, G: Element> Summed<R, S, G> {
-    fn new(split: Split<R, S, G>, sums: *mut u64, n: usize) -> Self {
+    /// The sums are one for each tile of the `n` elements.
+    pub(super) fn new(split: Split<R, S, G>, sums: *mut u64, n: usize) -> Self {
         Summed { split, sums, n, written: WordSum::EMPTY, ahead: WordSum::EMPTY }
     }
 
@@ -111,17 +111,10 @@ impl<R: Arithmetic, S: Element, G: Element> Op for Summed<R, S, G> {
 
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's contract covers every call below. A group of the next tile is added if it lies below n.
+        // SAFETY: the caller's contract covers the calls.
         unsafe {
             let grad = self.split.apply::<V, A>(at, access);
-            if A::WHOLE && V::LANES.is_multiple_of(STRIPE) {
-                let place = at % TILE;
-                let tile = self.split.spans.before().param.add(at - place);
-                self.written.add(tile, place, V::LANES);
-                if at + TILE + V::LANES <= self.n {
-                    self.ahead.add(tile.add(TILE), place, V::LANES);
-                }
-            }
+            self.sum::<V, A>(at);
             grad
         }
     }
@@ -137,7 +130,39 @@ impl<R: Arithmetic, S: Element, G: Element> Op for Summed<R, S, G> {
     }
 }
 
-struct Split<R, S: Element, G: Element> {
+impl<R: Arithmetic, S: Element, G: Element> Summed<R, S, G> {
+    /// Adds the group at element `at`, which was stepped, and that of the next tile.
+    #[inline(always)]
+    unsafe fn sum<V: Vector, A: Access>(&mut self, at: usize) {
+        if !(A::WHOLE && V::LANES.is_multiple_of(STRIPE)) {
+            return;
+        }
+        // SAFETY: the group is whole. A group of the next tile is added if it lies below n.
+        unsafe {
+            let place = at % TILE;
+            let tile = self.split.spans.before().param.add(at - place);
+            self.written.add(tile, place, V::LANES);
+            if at + TILE + V::LANES <= self.n {
+                self.ahead.add(tile.add(TILE), place, V::LANES);
+            }
+        }
+    }
+}
+
+impl<R: Arithmetic, S: Element, G: Element> StepOp for Summed<R, S, G> {
+    #[inline(always)]
+    unsafe fn advance<V: Vector, A: Access>(&mut self, at: usize, access: A, moments: [V; 2]) -> (V, [V; 2]) {
+        // SAFETY: the caller's contract covers the calls.
+        unsafe {
+            let advanced = self.split.advance(at, access, moments);
+            self.sum::<V, A>(at);
+            advanced
+        }
+    }
+}
+
+/// A step of a split master.
+pub(super) struct Split<R, S: Element, G: Element> {
     rule: R,
     spans: Spans<Bf16, S, G, Absent>,
     low: *mut u16,
@@ -145,34 +170,56 @@ struct Split<R, S: Element, G: Element> {
     counts: u32,
 }
 
+impl<R: Arithmetic, S: Element, G: Element> Split<R, S, G> {
+    /// The step of a tensor with a split master. The dtypes of `tensor` must match the static types.
+    pub(super) fn of(rule: R, tensor: &mut Tensor<'_>) -> Self {
+        let low = tensor.low_address();
+        Split { rule, spans: Spans::of(tensor), low, counts: u32::from(u16::MAX) }
+    }
+}
+
 impl<R: Arithmetic, S: Element, G: Element> Op for Split<R, S, G> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's contract covers every call below.
         unsafe {
-            self.spans.prefetch::<V>(at);
-            V::prefetch(self.low.wrapping_add(at + AHEAD).cast::<u8>());
+            self.spans.prefetch_moments::<V>(at);
             let (spans, zero) = (self.spans.before(), V::splat(0.0));
-            let high = access.load_bits::<Bf16, V>(spans.param.add(at));
+            let old = [
+                if R::EXP_AVG { access.load::<S, V>(spans.exp_avg.add(at)) } else { zero },
+                if R::EXP_AVG_SQ { access.load::<S, V>(spans.exp_avg_sq.add(at)) } else { zero },
+            ];
+            let (grad, [exp_avg, exp_avg_sq]) = self.advance(at, access, old);
+            if R::EXP_AVG {
+                access.store::<S, V>(exp_avg, spans.exp_avg.add(at));
+            }
+            if R::EXP_AVG_SQ {
+                access.store::<S, V>(exp_avg_sq, spans.exp_avg_sq.add(at));
+            }
+            grad
+        }
+    }
+}
+
+impl<R: Arithmetic, S: Element, G: Element> StepOp for Split<R, S, G> {
+    #[inline(always)]
+    unsafe fn advance<V: Vector, A: Access>(&mut self, at: usize, access: A, moments: [V; 2]) -> (V, [V; 2]) {
+        // SAFETY: the caller's contract covers every call below.
+        unsafe {
+            self.spans.prefetch_param::<V>(at);
+            V::prefetch(self.low.wrapping_add(at + AHEAD).cast::<u8>());
+            let param = self.spans.before().param;
+            let high = access.load_bits::<Bf16, V>(param.add(at));
             let low = access.load_bits::<Bf16, V>(self.low.add(at));
             let low = V::bits_and(low, V::bits_splat(self.counts));
-            let old = ElementState {
-                param: F32::decode(join::<V>(high, low)),
-                exp_avg: if R::EXP_AVG { access.load::<S, V>(spans.exp_avg.add(at)) } else { zero },
-                exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(spans.exp_avg_sq.add(at)) } else { zero },
-            };
+            let [exp_avg, exp_avg_sq] = moments;
+            let old = ElementState { param: F32::decode(join::<V>(high, low)), exp_avg, exp_avg_sq };
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
             let new = self.rule.round::<V>(at, self.rule.forward(old, grad));
             let master = one_nan::<V>(new.param.to_bits());
-            access.store_bits::<Bf16, V>(rounded::<V>(master), spans.param.add(at));
+            access.store_bits::<Bf16, V>(rounded::<V>(master), param.add(at));
             access.store_bits::<Bf16, V>(V::bits_and(master, V::bits_splat(0xffff)), self.low.add(at));
-            if R::EXP_AVG {
-                access.store::<S, V>(new.exp_avg, spans.exp_avg.add(at));
-            }
-            if R::EXP_AVG_SQ {
-                access.store::<S, V>(new.exp_avg_sq, spans.exp_avg_sq.add(at));
-            }
-            grad
+            (grad, [new.exp_avg, new.exp_avg_sq])
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op};
+use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op, StepOp};
 use super::dispatch::Kernel;
 use super::element::{Bf16, Element, F16, F32, WithTypes, with_bf16_moments, with_types};
 use super::float_mode::IeeeMode;
@@ -103,9 +103,9 @@ impl<R: Arithmetic> WithTypes for StepCall<'_, '_, R> {
 
 /// A step without a log. `IN_PLACE` is a constant because the in-place loop then has three addresses fewer, which Arm
 /// would otherwise increment separately.
-struct Update<R, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> {
-    rule: R,
-    spans: Spans<P, S, G, C>,
+pub(super) struct Update<R, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> {
+    pub(super) rule: R,
+    pub(super) spans: Spans<P, S, G, C>,
 }
 
 impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> Op
@@ -115,30 +115,21 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's contract covers every call below.
         unsafe {
-            self.spans.prefetch::<V>(at);
+            self.spans.prefetch_moments::<V>(at);
             let (from, zero) = (self.spans.before(), V::splat(0.0));
             let to = if IN_PLACE { from } else { self.spans.after() };
-            let old = ElementState {
-                param: access.load::<P, V>(from.param.add(at)),
-                exp_avg: if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },
-                exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(from.exp_avg_sq.add(at)) } else { zero },
-            };
-            let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
-            let new = self.rule.round::<V>(at, self.rule.forward(old, grad));
+            let old = [
+                if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },
+                if R::EXP_AVG_SQ { access.load::<S, V>(from.exp_avg_sq.add(at)) } else { zero },
+            ];
+            let (grad, [exp_avg, exp_avg_sq]) = self.advance(at, access, old);
             let streamed = !IN_PLACE && self.spans.streamed();
-            store_maybe_nt::<P, V, A>(access, streamed, new.param, to.param.add(at));
             if R::EXP_AVG {
-                store_maybe_nt::<S, V, A>(access, streamed, new.exp_avg, to.exp_avg.add(at));
+                store_maybe_nt::<S, V, A>(access, streamed, exp_avg, to.exp_avg.add(at));
             }
             if R::EXP_AVG_SQ {
-                store_maybe_nt::<S, V, A>(access, streamed, new.exp_avg_sq, to.exp_avg_sq.add(at));
+                store_maybe_nt::<S, V, A>(access, streamed, exp_avg_sq, to.exp_avg_sq.add(at));
             }
-            store_maybe_nt::<C, V, A>(
-                access,
-                self.spans.streamed_copy(),
-                new.param,
-                self.spans.param_copy.add(at),
-            );
             grad
         }
     }
@@ -148,6 +139,33 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
         if !IN_PLACE || self.spans.streamed_copy() {
             // SAFETY: the caller upholds the callee's contract.
             unsafe { V::fence() }
+        }
+    }
+}
+
+impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> StepOp
+    for Update<R, P, S, G, C, IN_PLACE>
+{
+    #[inline(always)]
+    unsafe fn advance<V: Vector, A: Access>(&mut self, at: usize, access: A, moments: [V; 2]) -> (V, [V; 2]) {
+        // SAFETY: the caller's contract covers every call below.
+        unsafe {
+            self.spans.prefetch_param::<V>(at);
+            let from = self.spans.before();
+            let to = if IN_PLACE { from } else { self.spans.after() };
+            let [exp_avg, exp_avg_sq] = moments;
+            let old = ElementState { param: access.load::<P, V>(from.param.add(at)), exp_avg, exp_avg_sq };
+            let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
+            let new = self.rule.round::<V>(at, self.rule.forward(old, grad));
+            let streamed = !IN_PLACE && self.spans.streamed();
+            store_maybe_nt::<P, V, A>(access, streamed, new.param, to.param.add(at));
+            store_maybe_nt::<C, V, A>(
+                access,
+                self.spans.streamed_copy(),
+                new.param,
+                self.spans.param_copy.add(at),
+            );
+            (grad, [new.exp_avg, new.exp_avg_sq])
         }
     }
 }

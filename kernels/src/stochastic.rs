@@ -23,7 +23,6 @@ pub struct Stochastic {
 /// The random bits of the elements of one chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct RandomBits {
-    key: u64,
     keys: [u32; 2],
     /// Lower half of the number of the chunk's first element. No chunk crosses a multiple of 2^32.
     first: u32,
@@ -56,27 +55,13 @@ impl RandomBits {
     /// The bits of a chunk that begins with element number `first` of its tensor.
     pub fn new(key: u64, first: u64) -> RandomBits {
         let keys = mix(key ^ (first >> 32));
-        RandomBits { key, keys: [keys as u32, (keys >> 32) as u32], first: first as u32 }
-    }
-
-    /// The bits of another chunk of the tensor.
-    pub(super) fn from(self, first: u64) -> RandomBits {
-        RandomBits::new(self.key, first)
+        RandomBits { keys: [keys as u32, (keys >> 32) as u32], first: first as u32 }
     }
 
     /// Writes the bits of the first elements of the chunk.
     pub fn fill(self, kernel: Kernel, to: &mut [u32]) {
         // SAFETY: `to` has room for its words.
-        unsafe { self.fill_to(kernel, to.as_mut_ptr(), to.len()) };
-    }
-
-    /// As [`RandomBits::fill`], to memory that need not be initialised.
-    ///
-    /// # Safety
-    /// `to` has room for `n` words.
-    pub(super) unsafe fn fill_to(self, kernel: Kernel, to: *mut u32, n: usize) {
-        // SAFETY: the caller's promise.
-        unsafe { kernel.run(Fill { random: self, to, n }) };
+        unsafe { kernel.run(Fill { random: self, to: to.as_mut_ptr(), n: to.len() }) };
     }
 
     /// 32 random bits for each lane of the group at element `at` of the chunk. The multipliers and shifts are those of

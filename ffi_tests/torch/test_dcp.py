@@ -289,6 +289,23 @@ def tiers(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["memory", "memory, 8 bits", "tier", "tier, 8 bits"])
+@pytest.mark.parametrize("options", [{}, {"master": "split", "moment_dtype": "int8"}], ids=["default", "narrow"])
+@pytest.mark.parametrize("make", [own.AdamW, own.Adam, own.Adagrad, own.Lion, own.offload])
+def test_states_that_are_read_before_the_first_step_change_no_run(make, options):
+    if options and make in (own.Adagrad, own.Lion):
+        options = {"master": "f32"}
+    ends = []
+    for reads in (False, True):
+        model = new_model(BF16)
+        optimizer = make(model.parameters(), lr=1e-2, **options)
+        if reads:
+            assert all(int(state.get("step", 0)) == 0 for state in dcp.states(model, optimizer)["state"].values())
+        train(model, optimizer, range(3))
+        ends.append((model, optimizer))
+    (model, optimizer), (other, read) = ends
+    assert same(model, other) and same_states(optimizer, read)
+
+
 def test_moments_are_converted_between_8_bits_and_floats(tmp_path, before):
     """Each way of having states loads what each other way has saved: the values are those of torch's state dicts of both."""
     made = tiers(tmp_path)

@@ -35,6 +35,7 @@ from torch.futures import Future
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._dcp_codes import Conversion, conversions
+from ._offload.optimizer import Offloaded
 from ._optimizer import SpillwayOptimizer
 from ._states import LOW, MASTER
 from ._tensors import like, local
@@ -50,7 +51,8 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: St
     """As get_optimizer_state_dict of torch, but values on a tier are placeholders: tensors with a shape and without memory.
 
     save() reads them. After load(), set_optimizer_state_dict() or load_state_dict() writes the values of the checkpoint to the tier. An
-    optimizer without a tier has its states themselves.
+    optimizer without a tier has its states themselves. Before the first step torch makes states by a step with a learning rate of zero, which
+    it counts. Those of AdamW, Adam, Adagrad, Lion and offload() do not count it here.
 
     Args:
         model: The model of all parameters of the optimizer.
@@ -60,6 +62,8 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: St
     Raises:
         UnsupportedError: torch would copy the values, as for these options and for the first version of FSDP."""
     if not isinstance(optimizer, SpillwayOptimizer) or not isinstance(optimizer._home, TierHome):
+        if isinstance(optimizer, (SpillwayOptimizer, Offloaded)) and not optimizer.state:
+            _make_states(model, optimizer)
         return get_optimizer_state_dict(model, optimizer, options=options)
     if options is not None and (options.full_state_dict or options.cpu_offload):
         raise UnsupportedError("dcp.states: options has full_state_dict or cpu_offload, which copy all values; leave them out")
@@ -77,6 +81,14 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: St
         return found
 
     return home.alone(made)
+
+
+def _make_states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Has torch make the states of an optimizer that has none, by a step with a learning rate of zero. This step does not count."""
+    get_optimizer_state_dict(model, optimizer)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"])
 
 
 def save(

@@ -71,6 +71,7 @@ class _Open(NamedTuple):
     closing: Any
     process: int
     kind: Any
+    before: Callable[[Any], object] | None
 
 
 _open: dict[int, _Open] = {}
@@ -88,6 +89,8 @@ def _close_lost() -> None:
                 continue
             try:
                 library = _native.library()
+                if entry.before is not None:
+                    entry.before(entry.cell[0])
                 if entry.kind._before_closer:
                     getattr(library, entry.kind._before_closer)(entry.cell[0])
                 rest = ((argument,) for argument in entry.kind._closer_arguments)
@@ -117,7 +120,8 @@ class _NativeHandle:
     # Containers of memory that the library may access, see _kept.
     _keeps: tuple[Any, ...] = ()
 
-    def _hold(self, opener: str, *arguments: Any, keeps: tuple[Any, ...] = ()) -> None:
+    def _hold(self, opener: str, *arguments: Any, keeps: tuple[Any, ...] = (), before: Callable[[Any], object] | None = None) -> None:
+        """Opens the object. If its destructor is interrupted, before(handle) is called before the closer."""
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         _close_lost()
         handle = ctypes.c_void_p()
@@ -126,7 +130,7 @@ class _NativeHandle:
         self._closing: Any = threading.RLock()
         self._cell = [handle]
         owner = weakref.ref(self, _destroyed.append)
-        _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self))
+        _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self), before)
         _native.call(opener, *arguments, ctypes.byref(handle))
         self._keeps = tuple(map(_kept.keep, keeps))
 

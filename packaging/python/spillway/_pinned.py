@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import weakref
+import sys
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal
 
 from . import _abi, _native, topo
+from ._native_handle import _NativeHandle
 from ._progress import Told, Watched
 from .errors import InvalidArgumentError
 
@@ -21,25 +21,36 @@ def allocate(size: int, freed: Callable[[int], object] = lambda address: None, *
 
     Args:
         size: Number of bytes.
-        freed: What is called.
+        freed: What is called. After an exception of a signal handler it may be called twice.
         lock: Lock it, as far as the limit allows.
         node: The NUMA node that it comes from; None: any."""
     options = _abi.sized(_abi.PinnedOptions)
     options.flags = (0 if lock else _abi.PINNED_FLAG_NO_LOCK) | (0 if node is None else _abi.PINNED_FLAG_BIND_NODE)
     options.node = node or 0
-    start = ctypes.c_void_p()
-    _native.call("spw_pinned_alloc", ctypes.byref(options), max(1, size), ctypes.byref(start))
-    assert start.value is not None
-    memory = (ctypes.c_char * size).from_address(start.value)
-    weakref.finalize(memory, _free, start.value, os.getpid(), freed).atexit = False
+    block = _Block(options, max(1, size), freed)
+    memory: Any = (ctypes.c_char * size).from_address(block.handle.value)
+    # A view of the array keeps the array, and so the block.
+    memory.block = block
     return memory
 
 
-def _free(address: int, process: int, freed: Callable[[int], object]) -> None:
-    # A forked child has a copy of the memory that its library does not know.
-    if process == os.getpid():
-        freed(address)
-        _native.call("spw_pinned_free", address)
+class _Block(_NativeHandle):
+    """An allocation of the library, whose handle is its address. It is freed with its last reference, also if a signal handler raises
+    meanwhile. At the end of the interpreter it stays."""
+
+    closer = "spw_pinned_free"
+    _user = "pinned memory"
+
+    def __init__(self, options: Any, size: int, freed: Callable[[int], object]):
+        self._freed = freed
+        self._hold("spw_pinned_alloc", ctypes.byref(options), size, before=lambda handle: freed(handle.value))
+
+    def close(self) -> None:
+        self._end(before=lambda handle: self._freed(handle.value))
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            super().__del__()
 
 
 def taking(size: int, told: Told | None) -> Watched:

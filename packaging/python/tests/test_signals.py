@@ -408,3 +408,22 @@ def test_a_step_beside_backward_is_counted_if_it_has_ended_wherever_a_handler_ra
             assert adam.step_count == at
         # What an interrupted call has not let go, the next one has.
         assert at > 5 and not list(swap._held)
+
+
+# An interrupted destructor raises where nobody catches.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_pinned_memory_of_an_interrupted_call_is_freed():
+    stats = _abi.sized(_abi.PinnedStats)
+
+    def live():
+        gc.collect()
+        _native.call("spw_pinned_get_stats", ctypes.byref(stats))
+        return stats.allocations
+
+    before = live()
+    with Ticking() as ticking:
+        for _ in range(ROUNDS):
+            ticking.during(lambda: [spillway.pinned(1000) for _ in range(20)])
+    # A later call closes what an interrupted destructor has left.
+    spillway.pinned(1000)
+    assert ticking.count > 50 and live() == before

@@ -39,6 +39,8 @@ struct PinnedState {
     arenas: Vec<Arena>,
     bytes: usize,
     high_water: usize,
+    /// Memory, or the limit of locked memory, had no room for an arena but for a part of one.
+    lacks_room: bool,
 }
 
 #[derive(Debug)]
@@ -76,13 +78,18 @@ pub fn alloc(bytes: usize, backing: Backing) -> Result<Span> {
     let own = if is_shared { None } else { Some(Region::open(size, backing)?) };
     let mut state = shared.lock();
     let (region, span) = match own {
-        Some(region) => (Arc::clone(&region), region.span()),
+        Some(region) => whole(region),
         None => state.cut(size)?,
     };
     state.live.insert(span.address(), Allocation { region, span, requested: bytes });
     state.bytes += bytes;
     state.high_water = state.high_water.max(state.bytes);
     Ok(span.part(0, bytes))
+}
+
+fn whole(region: Arc<Region>) -> (Arc<Region>, Span) {
+    let span = region.span();
+    (region, span)
 }
 
 /// Frees the allocation that begins at `address`. Memory of the parent of a forked child is `Unsupported`, any other
@@ -144,11 +151,30 @@ impl PinnedState {
         before.is_some_and(|(_, found)| found.span.part(0, found.requested).covers(address, len))
     }
 
+    /// Room in an arena. Where memory or its lock does not suffice for a new arena, a region of its own.
     fn cut(&mut self, size: usize) -> Result<(Arc<Region>, Span)> {
         if let Some(found) = self.arenas.iter_mut().find_map(|arena| arena.cut(size)) {
             return Ok(found);
         }
-        let region = Region::open(ARENA_BYTES, Backing::default())?;
+        let arena = if self.lacks_room { None } else { Region::open(ARENA_BYTES, Backing::default()).ok() };
+        let region = match arena {
+            Some(region) if region.locked() => region,
+            other => {
+                let own = Region::open(size, Backing::default())?;
+                match other {
+                    // Nothing can be locked: an arena saves mappings.
+                    Some(region) if !own.locked() => {
+                        own.retire();
+                        region
+                    }
+                    other => {
+                        other.inspect(|region| region.retire());
+                        self.lacks_room = true;
+                        return Ok(whole(own));
+                    }
+                }
+            }
+        };
         let gaps = BTreeMap::from([(0, region.span().len())]);
         let mut arena = Arena { region, gaps, stuck: Vec::new() };
         let found = arena.cut(size);

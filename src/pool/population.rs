@@ -5,7 +5,9 @@
 #![forbid(unsafe_code)]
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::sys::fork::{PerProcessStatic, Shared};
 use crate::sys::memory::{HUGE_PAGE, Mapping, PageKind};
 use crate::sys::threads;
 
@@ -25,21 +27,58 @@ pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mappi
 }
 
 fn populated(bytes: usize, pages: PageKind, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
-    let (mut mapping, unbound) = Mapping::unpopulated(bytes, pages, node)?;
-    populate(&mapping)?;
+    let promise = Promise::of(bytes as u64);
+    let (mut mapping, unbound) = Mapping::unpopulated(bytes, pages, node, promise.before)?;
+    populate(&mapping, &promise)?;
     mapping.note_kind();
     Ok((mapping, unbound))
 }
 
-fn populate(mapping: &Mapping) -> io::Result<()> {
+/// Bytes of a mapping whose pages have yet to be taken. Two mappings that are made at once do not both get the last memory: the
+/// system would end the process.
+struct Promise {
+    all: Shared<AtomicU64>,
+    left: AtomicU64,
+    /// What was promised to others at that time.
+    before: u64,
+}
+
+static PROMISED: PerProcessStatic<AtomicU64> = PerProcessStatic::empty();
+
+impl Promise {
+    fn of(bytes: u64) -> Promise {
+        let all = PROMISED.get_or_make(AtomicU64::default);
+        let before = all.fetch_add(bytes, Ordering::AcqRel);
+        Promise { all, left: AtomicU64::new(bytes), before }
+    }
+
+    /// These bytes were taken.
+    fn kept(&self, bytes: usize) {
+        let keep = |left: u64| Some(left.saturating_sub(bytes as u64));
+        if let Ok(left) = self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, keep) {
+            self.all.fetch_sub(left.min(bytes as u64), Ordering::AcqRel);
+        }
+    }
+}
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        self.all.fetch_sub(*self.left.get_mut(), Ordering::AcqRel);
+    }
+}
+
+fn populate(mapping: &Mapping, promise: &Promise) -> io::Result<()> {
     let bytes = mapping.span().len();
     if bytes < SHARED {
         return mapping.populate(0, bytes);
     }
     let part = |from| PagePart { from, outcome: None };
     let mut parts: Vec<PagePart> = (0..bytes).step_by(PART).map(part).collect();
-    let take =
-        |part: &mut PagePart| part.outcome = Some(mapping.populate(part.from, PART.min(bytes - part.from)));
+    let take = |part: &mut PagePart| {
+        let size = PART.min(bytes - part.from);
+        part.outcome = Some(mapping.populate(part.from, size));
+        promise.kept(size);
+    };
     // Without threads, as at the limit of their number, the memory is needed all the same.
     let _ = threads::each(&mut parts, take);
     for part in &mut parts {
@@ -88,6 +127,20 @@ mod tests {
                     })
                 })
             })
+        }));
+    }
+
+    #[test]
+    fn what_is_promised_to_others_is_not_given_twice() {
+        let half = crate::sys::memory::available_bytes().unwrap() / 2;
+        assert!(in_forked_child(|| {
+            let promise = Promise::of(half);
+            let all = || PROMISED.get().unwrap().load(Ordering::Relaxed);
+            let refused = touched(half as usize + (64 << 20), true, None).is_err();
+            promise.kept(PART);
+            let rest = all() == half - PART as u64;
+            drop(promise);
+            refused && rest && all() == 0 && touched(SHARED, true, None).is_ok() && all() == 0
         }));
     }
 

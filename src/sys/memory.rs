@@ -92,14 +92,15 @@ impl Mapping {
     /// Maps `bytes`, rounded up to whole base or reserved pages, for the pages asked for, and binds them to `node` if given.
     /// [`Mapping::populate`] takes the pages. A refused node is not an error; the reason is the second value.
     ///
-    /// A request larger than the available memory is refused. An overcommitting system might grant the addresses, and
-    /// end this process or another one when they are touched.
+    /// A request larger than the available memory without the `promised` bytes is refused. An overcommitting system might
+    /// grant the addresses, and end this process or another one when they are touched.
     pub fn unpopulated(
         bytes: usize,
         pages: PageKind,
         node: Option<u32>,
+        promised: u64,
     ) -> io::Result<(Mapping, Option<io::Error>)> {
-        if available_bytes().is_some_and(|available| bytes as u64 > available) {
+        if available_bytes().is_some_and(|available| promised.saturating_add(bytes as u64) > available) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         let mapping = match pages {
@@ -381,7 +382,7 @@ mod tests {
     #[test]
     fn huge_mappings_are_aligned_and_exact_and_say_truly_what_backs_them() {
         let (mut mapping, refused) =
-            Mapping::unpopulated(3 * HUGE_PAGE + 5, PageKind::Transparent, None).unwrap();
+            Mapping::unpopulated(3 * HUGE_PAGE + 5, PageKind::Transparent, None, 0).unwrap();
         let bytes = 3 * HUGE_PAGE + BASE_PAGE;
         assert!(refused.is_none() && mapping.kind() == PageKind::Base);
         assert_eq!((mapping.span().len(), mapping.span().address() % HUGE_PAGE), (bytes, 0));
@@ -422,10 +423,10 @@ mod tests {
         // The last is a size that an overcommitting system might grant.
         for bytes in [usize::MAX, usize::MAX / 4, machine_bytes().unwrap() as usize + 1] {
             for pages in [PageKind::Base, PageKind::Transparent, PageKind::Reserved] {
-                assert!(Mapping::unpopulated(bytes, pages, None).is_err(), "{bytes} {pages:?}");
+                assert!(Mapping::unpopulated(bytes, pages, None, 0).is_err(), "{bytes} {pages:?}");
             }
         }
-        let (mapping, refused) = Mapping::unpopulated(BASE_PAGE, PageKind::Base, Some(900)).unwrap();
+        let (mapping, refused) = Mapping::unpopulated(BASE_PAGE, PageKind::Base, Some(900), 0).unwrap();
         assert!(refused.is_some());
         mapping.populate(0, BASE_PAGE).unwrap();
         mapping.span().write(&[1]);

@@ -79,7 +79,7 @@ mod tests {
         let node =
             text.split_whitespace().find_map(|word| word.strip_prefix('N')?.split_once('=')?.0.parse().ok());
         let node: u32 = node.unwrap();
-        let (mapping, refused) = Mapping::unpopulated(64 * BASE_PAGE, PageKind::Base, Some(node)).unwrap();
+        let (mapping, refused) = Mapping::unpopulated(64 * BASE_PAGE, PageKind::Base, Some(node), 0).unwrap();
         mapping.populate(0, 64 * BASE_PAGE).unwrap();
         assert!(refused.is_none(), "{refused:?}");
         let (address, bytes) = (mapping.span().address(), mapping.span().len());

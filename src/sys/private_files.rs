@@ -121,6 +121,18 @@ pub fn open_to_check(path: &Path) -> io::Result<File> {
     }
 }
 
+/// Refuses a path whose last component is a link of another user than this one and root.
+pub fn check_link(path: &Path) -> io::Result<()> {
+    let found = std::fs::symlink_metadata(path)?;
+    match found.is_symlink() && ![user(), 0].contains(&found.uid()) {
+        true => Err(refused(format!(
+            "it is a symbolic link of user {}, which is not followed; pass the path that it leads to",
+            found.uid()
+        ))),
+        false => Ok(()),
+    }
+}
+
 /// An open directory.
 #[derive(Debug)]
 pub struct PrivateDirectory {

@@ -90,7 +90,8 @@ impl Source {
         // It is named several times.
         let path = absolute(path)?;
         let target = Target { directory: path.clone(), io_timeout };
-        target.within(Doing::Opening, move || match fs::metadata(&path) {
+        let found = move |path: &Path| private_files::check_link(path).and_then(|()| fs::metadata(path));
+        target.within(Doing::Opening, move || match found(&path) {
             Ok(found) if found.is_file() => Source::of_file(path),
             Ok(found) if !found.is_dir() => {
                 Err(unknown(&path, "it is neither a directory nor a regular file".to_string()))

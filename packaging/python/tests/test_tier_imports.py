@@ -1,5 +1,6 @@
 """Imports beside commits of other threads and beside an open Swap, and what a failed import leaves."""
 
+import os
 import threading
 
 import numpy as np
@@ -127,3 +128,18 @@ def test_a_failed_import_defines_nothing(folders):
         assert tier.extents() == []
         assert tier.import_from(right) == 1
         assert len(tier.extents()) == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes links of another user")
+def test_a_link_of_another_user_to_an_export_is_not_followed(folders):
+    with spillway.Tier([folders / "a"], job="j") as tier:
+        tier.wait(tier.put(tier.define("w", [5]), [bytearray(b"12345")]))
+        tier.commit(7)
+        tier.export(folders / "export")
+    with spillway.Tier([folders / "b"], job="other") as tier:
+        link = folders / "link"
+        link.symlink_to(folders / "export")
+        assert tier.import_from(link) == 7
+        os.lchown(link, 65534, 65534)
+        with pytest.raises(spillway.TierError, match="symbolic link of user 65534, which is not followed"):
+            tier.import_from(link)

@@ -301,7 +301,9 @@ fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Resul
     let item = item_bytes(dtype)
         .ok_or_else(|| Error::invalid("dtype", format!("{dtype:?} is none of safetensors; use F32 or U8")))?;
     if !bytes.is_multiple_of(item) {
-        let reason = format!("{dtype} does not fit tensor {name:?} of {bytes} bytes; use U8");
+        let reason = format!(
+            "{dtype} does not fit tensor {name:?} of {bytes} bytes; use U8 for this extent, also where its name is that of a state"
+        );
         return Err(Error::invalid("dtype", reason));
     }
     if selection.range.is_some() && name.ends_with(CODES) {

@@ -87,7 +87,7 @@ pub enum spw_status {
     SPW_ERR_FOREIGN = 32,
     /// A live process holds the lock. The message names the process.
     SPW_ERR_LOCKED = 33,
-    /// A path that holds a part of the tier is missing, or its files were moved or replaced.
+    /// A path of the last open, which may hold a part of the tier, is missing, or its files were moved or replaced.
     SPW_ERR_PATH_MISSING = 34,
     /// The extent had a part on a missing path.
     SPW_ERR_LOST = 35,

@@ -56,24 +56,25 @@ def _chosen(items):
 
 
 def _sample(items, values=2, cases=None):
-    """Takes the case that has most of what the cases before it lack, again and again."""
+    """Takes the case with most values that those before it lack; of equal ones, that with the rarest values; of equal ones, any."""
     source = random.Random(f"{SEED} {items[0].parent.nodeid} {items[0].originalname}")
-    # Of equal cases max() takes the first one.
-    left, kept = source.sample(items, len(items)), []
-    lacking = {item: set(_parts(item, 1 if cases else values)) for item in items}
+    left, kept, seen = source.sample(items, len(items)), [], collections.Counter()
+    parts = {item: _parts(item, 1 if cases else values) for item in items}
+
+    def merit(item):
+        return sum(not seen[part] for part in parts[item]), -sum(seen[part] for part in parts[item])
+
     while left and len(kept) < (cases or len(items)):
-        best = max(left, key=lambda item: len(lacking[item]))
-        new = set(lacking[best])
-        if not new and not cases:
+        best = max(left, key=merit)
+        if not cases and not merit(best)[0]:
             break
-        kept.append(best)
         left.remove(best)
-        for item in left:
-            lacking[item] -= new
+        kept.append(best)
+        seen.update(parts[best])
     return kept
 
 
 def _parts(item, values):
     """The values of the parameters of a case; with values=2 each pair of them."""
     parameters = sorted((name, repr(value)) for name, value in item.callspec.params.items())
-    return itertools.combinations(parameters, min(values, len(parameters)))
+    return list(itertools.combinations(parameters, min(values, len(parameters))))

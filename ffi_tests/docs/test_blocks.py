@@ -42,6 +42,7 @@ def test_blocks_of_code_are_fenced():
         assert not indented, f"{block}: {indented}"
 
 
+@pytest.mark.sampled(cases=20)
 @chosen("python")
 def test_python_blocks_run(block, tmp_path):
     run(block, [sys.executable, save(block, tmp_path, "py")], tmp_path)

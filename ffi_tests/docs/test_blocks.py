@@ -1,4 +1,5 @@
-"""Every code block of the docs and READMEs runs, compiles or is accepted; otherwise it gives a reason."""
+"""Every code block of the docs and READMEs runs, compiles or is accepted; otherwise it gives a reason.
+`make test` runs a sample of the Python blocks."""
 
 import json
 import os

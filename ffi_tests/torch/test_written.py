@@ -49,6 +49,7 @@ def test_states_that_the_program_writes_end_as_with_torchs_class(home, moment):
         cell(home, moment, "state", way)
 
 
+@pytest.mark.sampled(cases=65)
 @pytest.mark.parametrize("way", PARAMETER)
 @pytest.mark.parametrize("home", LATER)
 def test_a_write_through_the_module_before_the_forward_that_completes_a_step_ends_as_with_torchs_class(home, way):

@@ -15,6 +15,7 @@ import threading
 import time
 
 import torch
+from sampled import few
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -203,8 +204,8 @@ def two_dimensional_tensor_in_ordinary_memory(op):
 
 @case
 def handles_come_and_go_while_other_threads_run(op):
-    """Creates ten thousand handles and uses each once, while two threads keep the GIL busy and collect garbage.
-    DeepSpeed gets three hundred handles, because the system takes tens of milliseconds to destroy a libaio context."""
+    """Creates many handles and uses each once, while two threads keep the GIL busy and collect garbage. DeepSpeed gets
+    fewer, because the system takes tens of milliseconds to destroy a libaio context."""
     stop = threading.Event()
 
     def busy():
@@ -221,7 +222,7 @@ def handles_come_and_go_while_other_threads_run(op):
     [thread.start() for thread in threads]
     sys.setswitchinterval(1e-4)
     data = pattern(4 * KIB)
-    for _ in range(10_000 if op.__name__.startswith("spillway") else 300):
+    for _ in range(few(1000, 10_000) if op.__name__.startswith("spillway") else few(50, 300)):
         handle = op.aio_handle(4 * KIB, 1)
         said = handle.sync_pwrite(data.clone(), "file")
         if hasattr(handle, "__dict__"):

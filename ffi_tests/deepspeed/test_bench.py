@@ -2,6 +2,7 @@
 Two reports are compared; a plot names every row."""
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -103,15 +104,15 @@ def test_a_report_without_the_parts_of_a_comparison_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The standard output of a run and its report, for each benchmark."""
+    """The standard output of a run of a benchmark and its report. Each runs once."""
     folder = tmp_path_factory.mktemp("bench")
-    texts = {kind: bench(folder, kind, "--json", f"{kind}.json")[0] for kind in TINY}
-    return {kind: (text, folder / f"{kind}.json") for kind, text in texts.items()}
+    return functools.cache(lambda kind: (bench(folder, kind, "--json", f"{kind}.json")[0], folder / f"{kind}.json"))
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("kind", TINY)
-def test_a_run_prints_rows_and_writes_the_documented_shape(runs, kind):
-    text, path = runs[kind]
+def test_a_run_prints_rows_and_writes_the_documented_shape(runs, kind, tmp_path):
+    text, path = runs(kind)
     report = json.loads(path.read_text())
     assert set(report) == {"bench", "cpu", "date", "format", "rows", "settings", "threads", "version"}
     assert report["bench"] == f"python {kind}" and report["settings"]["rounds"] == 3
@@ -119,25 +120,23 @@ def test_a_run_prints_rows_and_writes_the_documented_shape(runs, kind):
     for row in report["rows"]:
         assert set(row) - {"note"} == {"better", "case", "figures", "headline"} and row["headline"] in row["figures"]
         assert all(figure["q1"] <= figure["median"] <= figure["q3"] for figure in row["figures"].values()), row
+    # Verdicts of the report with itself.
+    text, said = compared(tmp_path, path, path)
+    assert [line.split()[-1] for line in text.splitlines()[3:]] == ["same"] * len(report["rows"]) and not said
 
 
 def test_reports_are_compared_and_those_of_two_benchmarks_are_refused(tmp_path, runs):
-    """Verdicts of a report with itself."""
-    for kind, (_, path) in runs.items():
-        text, said = compared(tmp_path, path, path)
-        count = len(json.loads(path.read_text())["rows"])
-        assert [line.split()[-1] for line in text.splitlines()[3:]] == ["same"] * count and not said, kind
-    own = runs["undo"][1]
+    own = runs("undo")[1]
     rows = json.loads(own.read_text())["rows"]
     (tmp_path / "other.json").write_text(json.dumps({**json.loads(own.read_text()), "cpu": "another"}))
     text, said = compared(tmp_path, own, "other.json")
     assert text.count(" same") == len(rows) and said.startswith("spillway: warning: the old report is from")
-    text, said = compared(tmp_path, own, runs["io"][1], code=1)
+    text, said = compared(tmp_path, own, runs("accumulate")[1], code=1)
     assert not text and said.startswith("NEW.json: ") and "not of bench python undo" in said
 
 
 def test_json_is_alone_on_standard_output_and_verdicts_are_beside_it(tmp_path, runs):
-    _, old = runs["io"]
+    _, old = runs("io")
     text, said = bench(tmp_path, "io", "--json", "--compare", old)
     verdicts = [line for line in said.splitlines() if line.endswith(("faster", "slower", "same"))]
     assert len(verdicts) == len(json.loads(text)["rows"]) > 0, said

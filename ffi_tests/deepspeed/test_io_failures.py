@@ -54,7 +54,8 @@ class Server:
 
     def __init__(self, op, fault):
         package = HERE.parents[1] / "packaging" / "python"
-        environment = {**os.environ, "LD_PRELOAD": str(fault), "PYTHONPATH": str(package)}
+        # The tests have sampled.py.
+        environment = {**os.environ, "LD_PRELOAD": str(fault), "PYTHONPATH": f"{package}:{package / 'tests'}"}
         self._process = subprocess.Popen(
             [sys.executable, HERE / "io_cases.py", op], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

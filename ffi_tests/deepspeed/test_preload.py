@@ -129,6 +129,7 @@ def test_a_caller_that_is_no_op_gets_an_error(run):
     assert any("the optimizer id 1048576 is outside 0 to 1048575" in line for line in log)
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize(
     "extra, reason",
     [

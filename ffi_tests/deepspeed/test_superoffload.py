@@ -38,6 +38,7 @@ def train(run):
     return lambda *arguments, **how: run("superoffload.py", *arguments, "--json", **how)
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize(
     "clip, ranks, verdict, tail",
     [

@@ -137,6 +137,7 @@ def test_the_worker_has_the_bits_of_deepspeeds_worker(served, compiled):
         assert process.exitcode == 0
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("stage, overlap, offload", [(1, 1, 0), (2, 0, 1), (3, 0, 0), (3, 1, 1)])
 def test_training_has_the_bits_of_deepspeeds_op(compiled, starter, native_starter, tmp_path, stage, overlap, offload):
     compiled("cpu_adam")

@@ -12,6 +12,10 @@ RELEASE = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / 
 
 os.environ.setdefault("SPILLWAY_LIBRARY", str(RELEASE / "libspillway.so"))
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(ROOT / "docs" / "tools"), str(pathlib.Path(__file__).parent)]
+# sampled.py
+sys.path.append(str(ROOT / "packaging" / "python" / "tests"))
+
+from sampled import pytest_configure  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Every code block of the docs and READMEs runs, compiles or is accepted; otherwise it gives a reason."""
+"""Every code block of the docs and READMEs runs, compiles or is accepted; otherwise it gives a reason.
+`make test` runs a sample of the Python blocks."""
 
 import json
 import os
@@ -42,6 +43,7 @@ def test_blocks_of_code_are_fenced():
         assert not indented, f"{block}: {indented}"
 
 
+@pytest.mark.sampled(cases=20)
 @chosen("python")
 def test_python_blocks_run(block, tmp_path):
     run(block, [sys.executable, save(block, tmp_path, "py")], tmp_path)

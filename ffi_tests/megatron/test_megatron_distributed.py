@@ -247,6 +247,7 @@ print("whole")
 """
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("gather, world", [("at once", 2), ("overlap", 3)])
 def test_the_model_has_all_weights_of_the_commit_in_every_process(tmp_path, gather, world):
     (tmp_path / "tier").mkdir()

@@ -58,6 +58,7 @@ def run(megatron_core, tmp_path):
     return run
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("version", _versions.TRIED)
 def test_every_version_of_the_table_trains_by_the_variable_alone(run, version):
     python = newer_python("3.12", f"megatron-core=={version}") if version in NEWER else sys.executable

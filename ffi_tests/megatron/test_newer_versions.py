@@ -9,7 +9,7 @@ from test_megatron_hook import NEWER
 FILES = ("test_hybrid.py", "test_megatron_distributed.py", "test_checkpoint.py")
 
 
-@pytest.mark.sampled(cases=2)
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("version", NEWER)
 def test_a_newer_version_trains_as_the_others(version):
     python = newer_python("3.12", f"megatron-core=={version}")

@@ -40,6 +40,7 @@ def train(store, steps):
 """
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path):
     code = """

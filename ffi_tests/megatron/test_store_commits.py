@@ -311,6 +311,7 @@ for store in stores:
 """
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("wait, first", [(True, 0), (False, 1)])
 def test_stores_that_committed_a_step_again_when_all_were_killed_resume_at_one_of_the_two_commits(tmp_path, world, wait, first):

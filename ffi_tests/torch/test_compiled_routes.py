@@ -23,7 +23,7 @@ def wanted(route, when, backend):
     return _wanted[key]
 
 
-@pytest.mark.sampled(cases=90)
+@pytest.mark.sampled(cases=45)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "after"])

@@ -66,7 +66,7 @@ def quantized(value: torch.Tensor, signed: bool, block: int) -> tuple[dict[str, 
     return {"state": codes.to(torch.uint8).view(value.shape), "qmap": numbers, "absmax": largest}, exact.view(value.shape)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("name", ["AdamW", "8 bits", "bfloat16", "offload", "offload, 8 bits", "tier"])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("block", [256, 2048])

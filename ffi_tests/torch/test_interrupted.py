@@ -125,6 +125,7 @@ def goes_on(optimizer, params, states):
     return done
 
 
+@pytest.mark.sampled(cases=6)
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_step(reference, before):
     kind, states = reference

@@ -38,6 +38,7 @@ def close(one, other):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("more", [{}, {"verdict": "forward"}, {"weights": "flow", "device": "cpu"}], ids=["step", "forward", "flow"])
 def test_the_trainer_steps_during_backward_clips_and_resumes_with_the_same_bits(tmp_path, speculated, more):
     def torchs(model):

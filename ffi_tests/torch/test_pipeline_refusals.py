@@ -197,6 +197,7 @@ class Detached(torch.nn.Module):
         return self.linear(x if self.sometimes and x[0, 0] < 0 else x.detach())
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("schedule, options", [("decoupled", {}), ("decoupled", {"split": 1}), ("afab", {"recompute": False})], ids=str)
 @pytest.mark.parametrize("sometimes", [False, True])
 def test_units_before_one_that_does_not_use_its_input_train_as_in_a_serial_run(schedule, options, sometimes):
@@ -255,6 +256,7 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("way", FORGOTTEN)
 def test_a_pipeline_that_is_never_closed_leaves_no_process(tmp_path, way):
     program = tmp_path / "forgets.py"

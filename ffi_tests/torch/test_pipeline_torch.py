@@ -85,6 +85,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("schedule, options, count", SHAPES, ids=lambda value: str(value))
 def test_weights_and_losses_are_those_of_the_serial_run_to_the_bit(schedule, options, count):
     micro_batches = options["micro_batches"]

@@ -20,6 +20,7 @@ def holds(world, folder, phase, dtype, placement, *source):
     assert done.stdout.count(f"{phase} holds\n") == world, done
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize(
     ("before", "after", "dtype", "placement"),
     [
@@ -55,6 +56,7 @@ def test_a_process_that_is_killed_while_it_reads_leaves_both_runs_as_they_are(tm
     holds(4, tmp_path, "again", "float32", "fsdp")
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("source", ["first", "snapshot"])
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_missing_rank_is_named(rank, source, tmp_path):

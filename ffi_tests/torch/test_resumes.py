@@ -172,6 +172,7 @@ def cases():
             yield way, source, target, torch.float32, False
 
 
+@pytest.mark.sampled(cases=220)
 @pytest.mark.parametrize("way, source, target, dtype, new", cases())
 def test_a_resume_is_exact_or_an_error(way, source, target, dtype, new, tmp_path):
     save, load = WAYS[way]

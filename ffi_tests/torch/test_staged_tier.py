@@ -101,6 +101,7 @@ def on(directory, name, params, bound=9000, **more):
     return Staged(kind, params, chunk_bytes=bound, tier=options(directory), **{**given, **more})
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("bound", [1, 9000, 1 << 20])
 def test_states_on_a_tier_have_the_bits_of_the_class_and_resume(name, bound, tmp_path):
@@ -126,6 +127,7 @@ def test_states_on_a_tier_have_the_bits_of_the_class_and_resume(name, bound, tmp
     resumed.close()
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("way, seed", [("waits", 1), ("waits", 2), ("beside", 3), ("beside", 4)])
 def test_a_killed_run_begins_at_its_last_commit(way, seed, tmp_path):
     chance = random.Random(seed)
@@ -428,6 +430,7 @@ def test_a_failed_transfer_refuses_steps_until_a_rollback(tmp_path, monkeypatch)
     optimizer.close()
 
 
+@pytest.mark.sampled(cases=3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("call", ["step", "load_state_dict", "commit", "rollback", "state_dict"])
 def test_a_rollback_mends_what_an_interrupt_has_left(call, tmp_path):

@@ -43,6 +43,7 @@ def link(monkeypatch):
     return made
 
 
+@pytest.mark.sampled(cases=8)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_trainings_have_the_bits_of_parameters_in_host_memory(seed, overlap, monkeypatch):

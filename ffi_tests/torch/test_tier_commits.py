@@ -250,6 +250,7 @@ def test_a_commit_beside_steps_that_fails_leaves_its_states_uncommitted(tier, tm
     assert again.resumed_step == 5 and same(params, after)
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("lines, interval", [(1, 1), (4, 1), (7, 3), (13, 5)])
 def test_a_killed_run_goes_on_at_its_last_commit(tmp_path, lines, interval):
     """kill -9 after some output, which lies before, in or after a commit of the next steps."""
@@ -278,6 +279,7 @@ def finished(optimizer, params, directory, states):
     return len(snapshots)
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("kind", ["f32", "split"])
 def test_kills_among_commits_and_snapshots_beside_steps(kind, tmp_path):
     """KILLS sets another number of kills."""
@@ -372,6 +374,7 @@ def two_processes(code, folder, name, *arguments, statuses=(0, 0), **values):
     return [output.splitlines() for output, _ in outputs]
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_processes_killed_in_a_second_commit_of_a_step_number_resume_at_the_commit_of_both(tmp_path, wait):
     (tmp_path / "states").mkdir()
@@ -383,6 +386,7 @@ def test_processes_killed_in_a_second_commit_of_a_step_number_resume_at_the_comm
     assert first == second == [f"resumed 2 {float(sum(param.double().sum() for param in whole))}"]
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_processes_with_two_commits_of_one_step_number_resume_at_the_commit_of_both(tmp_path, wait):
     (tmp_path / "states").mkdir()

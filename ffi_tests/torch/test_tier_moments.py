@@ -80,6 +80,7 @@ def test_state_dicts_load_both_ways(tier, kind):
     same_states(mine.state_dict()["state"], other.state_dict()["state"])
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("moments", ["bf16", "int8", "split"])
 def test_a_killed_run_resumes_with_the_bits_of_one_without_interruption(tier, moments):
     made, kind = MOMENTS[moments]

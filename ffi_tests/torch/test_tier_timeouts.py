@@ -33,6 +33,7 @@ def run(code):
     assert done.returncode == 0 and done.stdout.endswith("end\n"), done
 
 
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("calls", CALLS)
 def test_a_store_that_stops_responding(calls):
     pytest.importorskip("boto3")

@@ -27,6 +27,7 @@ def cell(home, moment, what, way, values=("negated", "reversed"), **given):
     run(home, SHAPES, {(min(number, 1), moment): events}, steps=3, seed=number, **given)
 
 
+@pytest.mark.sampled(cases=100)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("home", HOMES)
 def test_parameters_that_the_program_writes_end_as_with_torchs_class(home, moment):
@@ -40,6 +41,7 @@ def test_gradients_that_the_program_writes_end_as_with_torchs_class(home):
         cell(home, "between backward and step", "gradient", way)
 
 
+@pytest.mark.sampled(cases=47)
 @pytest.mark.parametrize("moment", ["between steps", "between backward and step", "between forwards"])
 @pytest.mark.parametrize("home", [name for name, home in HOMES.items() if home.states])
 def test_states_that_the_program_writes_end_as_with_torchs_class(home, moment):
@@ -47,6 +49,7 @@ def test_states_that_the_program_writes_end_as_with_torchs_class(home, moment):
         cell(home, moment, "state", way)
 
 
+@pytest.mark.sampled(cases=65)
 @pytest.mark.parametrize("way", PARAMETER)
 @pytest.mark.parametrize("home", LATER)
 def test_a_write_through_the_module_before_the_forward_that_completes_a_step_ends_as_with_torchs_class(home, way):

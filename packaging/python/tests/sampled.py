@@ -2,7 +2,7 @@
 
     @pytest.mark.sampled             cases that have each pair of values of two parameters between them
     @pytest.mark.sampled(values=1)   cases that have each value of each parameter between them
-    @pytest.mark.sampled(cases=8)    this number of cases
+    @pytest.mark.sampled(cases=8)    this number of cases, with as many values of each parameter as fit
 
 A run prints its seed. SPILLWAY_SEED chooses the same cases again, and SPILLWAY_TEST_LONG all."""
 
@@ -56,15 +56,25 @@ def _chosen(items):
 
 
 def _sample(items, values=2, cases=None):
+    """Takes the case with most values that those before it lack; of equal ones, that with the rarest values; of equal ones, any."""
     source = random.Random(f"{SEED} {items[0].parent.nodeid} {items[0].originalname}")
-    items = source.sample(items, len(items))
-    if cases:
-        return items[:cases]
-    seen, kept = set(), []
-    for item in items:
-        parameters = sorted((name, repr(value)) for name, value in item.callspec.params.items())
-        new = set(itertools.combinations(parameters, min(values, len(parameters)))) - seen
-        if new:
-            seen |= new
-            kept.append(item)
+    left, kept, seen = source.sample(items, len(items)), [], collections.Counter()
+    parts = {item: _parts(item, 1 if cases else values) for item in items}
+
+    def merit(item):
+        return sum(not seen[part] for part in parts[item]), -sum(seen[part] for part in parts[item])
+
+    while left and len(kept) < (cases or len(items)):
+        best = max(left, key=merit)
+        if not cases and not merit(best)[0]:
+            break
+        left.remove(best)
+        kept.append(best)
+        seen.update(parts[best])
     return kept
+
+
+def _parts(item, values):
+    """The values of the parameters of a case; with values=2 each pair of them."""
+    parameters = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+    return list(itertools.combinations(parameters, min(values, len(parameters))))

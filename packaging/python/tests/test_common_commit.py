@@ -43,6 +43,7 @@ def exported(path, to):
     return step, [(to / f"rank-{rank}.safetensors").read_bytes()[-8:] for rank in range(WORLD)]
 
 
+@pytest.mark.sampled(cases=20)
 @pytest.mark.skipif(not TOOL.is_file(), reason="the tool is not beside the library")
 @pytest.mark.parametrize("seed", range(40))
 def test_the_tool_copies_the_commit_at_which_the_ranks_would_resume(seed, tmp_path):

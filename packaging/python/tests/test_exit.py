@@ -135,7 +135,7 @@ def time_out():
 """
 
 
-@pytest.mark.sampled(cases=35)
+@pytest.mark.sampled(cases=18)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("work", WORK)
 def test_an_interpreter_ends_cleanly_while_the_library_works(work, ending, tmp_path, child_environment, request):

@@ -143,6 +143,7 @@ def check_plan(fleet, seed):
     assert sorted(optimized) == [(first, plan.backward_split) for first in range(0, len(plan.units), plan.backward_split)]
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_process_is_reported_with_its_operation_and_all_end(transport):
     plan = fixed_plan()
@@ -168,6 +169,7 @@ class SlowBackend(pipeline_light.LightBackend):
         return super().forward(*arguments)
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out(transport):
     plan = fixed_plan()
@@ -198,6 +200,7 @@ class ForkingBackend(SlowBackend):
         return super().forward(*arguments)
 
 
+@pytest.mark.sampled(values=1)
 @pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors of processes", "none"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_process_is_reported_while_a_child_of_it_lives(transport, descriptors, tmp_path, monkeypatch):
@@ -277,6 +280,7 @@ def interrupts():
         yield
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_interrupt_and_a_close_by_a_handler_end_all_processes(interrupts, transport):
     fleet, ids = started(InterruptingBackend, transport)

@@ -307,6 +307,7 @@ def test_memory_of_a_run_in_memory_is_as_planned(layers, hidden, tmp_path, child
     assert seen == pytest.approx(expected, rel=0.1), (seen, expected)
 
 
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("strategy, memory", [("tier", "1GB"), ("tier-cache", None), ("tier-split-master", None)])
 @pytest.mark.parametrize("layers, hidden", SIZES)
 def test_memory_and_bytes_of_a_tiered_run_are_as_planned(layers, hidden, strategy, memory, tmp_path, child_environment):

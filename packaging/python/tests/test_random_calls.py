@@ -14,6 +14,8 @@ from interrupts import Ticking
 import spillway
 
 EXTENTS, BYTES = 4, 300_000
+#: Another number of random orders than usual.
+ROUNDS = os.environ.get("SPILLWAY_FUZZ_ROUNDS")
 ERRORS = (spillway.TimedOutError, spillway.BusyError, spillway.InvalidArgumentError)
 
 
@@ -121,7 +123,8 @@ class Program:
         self.last = {extent: {value} for extent, value in found.items()}
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("SPILLWAY_FUZZ_ROUNDS", 8))))
+@pytest.mark.sampled(cases=int(ROUNDS or 4))
+@pytest.mark.parametrize("seed", range(int(ROUNDS or 8)))
 def test_random_orders_of_calls(tmp_path, seed, monkeypatch):
     # A signal handler may raise in a destructor. pytest's hook would keep the exception, and with its frame the object.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

@@ -238,6 +238,7 @@ def test_after_a_stopped_process_moves_again_there_are_turns_again(machine, code
     assert waiter.returncode == 0 and log.count("no turn on the device") == 2, log
 
 
+@pytest.mark.sampled(cases=5)
 @pytest.mark.parametrize("by", ["end", "interrupt"])
 @pytest.mark.parametrize("name", ENDS)
 def test_the_end_of_a_program_waits_for_no_turn_and_loses_nothing(machine, name, by):

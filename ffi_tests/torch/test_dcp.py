@@ -288,7 +288,6 @@ def tiers(tmp_path):
     }
 
 
-@pytest.mark.parametrize("before", ["memory", "memory, 8 bits", "tier", "tier, 8 bits"])
 @pytest.mark.parametrize("options", [{}, {"master": "split", "moment_dtype": "int8"}], ids=["default", "narrow"])
 @pytest.mark.parametrize("make", [own.AdamW, own.Adam, own.Adagrad, own.Lion, own.offload])
 def test_states_that_are_read_before_the_first_step_change_no_run(make, options):
@@ -299,13 +298,15 @@ def test_states_that_are_read_before_the_first_step_change_no_run(make, options)
         model = new_model(BF16)
         optimizer = make(model.parameters(), lr=1e-2, **options)
         if reads:
-            assert all(int(state.get("step", 0)) == 0 for state in dcp.states(model, optimizer)["state"].values())
+            assert all(not state.get("step", 0) for state in dcp.states(model, optimizer)["state"].values())
         train(model, optimizer, range(3))
         ends.append((model, optimizer))
     (model, optimizer), (other, read) = ends
-    assert same(model, other) and same_states(optimizer, read)
+    assert same(model.parameters(), other.parameters())
+    same_states(optimizer.state_dict()["state"], read.state_dict()["state"])
 
 
+@pytest.mark.parametrize("before", ["memory", "memory, 8 bits", "tier", "tier, 8 bits"])
 def test_moments_are_converted_between_8_bits_and_floats(tmp_path, before):
     """Each way of having states loads what each other way has saved: the values are those of torch's state dicts of both."""
     made = tiers(tmp_path)

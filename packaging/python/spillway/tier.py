@@ -255,7 +255,7 @@ class Tier(TransferHandle):
         self._forget_failures()
 
     def extents(self) -> list[Extent]:
-        """Returns all extents. Before get(), define() needs an extent's name and the bytes of each of its streams, which the program keeps."""
+        """Returns all extents. Before get(), define() needs an extent's name and the bytes of each stream, which the program keeps."""
         return [
             Extent(info.extent, name, info.bytes, info.generation, info.streams, bool(info.committed), bool(info.lost), info.blocks)
             for info, name in self._all("spw_tier_get_extent", _abi.TierExtentInfo)

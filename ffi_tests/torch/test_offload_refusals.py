@@ -293,3 +293,11 @@ def test_a_forked_child_is_told_whose_object_it_has():
         assert "this optimizer of offload() was opened by process" in told.read()
     os.waitpid(child, 0)
     optimizer.step()
+
+
+def test_the_class_has_torchaos_name_too():
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    one, other = spillway.torch.offload(params, torch.optim.Adam), spillway.torch.offload(params, optimizer_class=torch.optim.Adam)
+    assert one.defaults == other.defaults != spillway.torch.offload(params).defaults
+    with pytest.raises(spillway.InvalidArgumentError, match="optimizer_class are the same argument"):
+        spillway.torch.offload(params, torch.optim.Adam, optimizer_class=torch.optim.Adam)

@@ -22,6 +22,7 @@ def offload(
     params: torch.nn.Module | Iterable[Any],
     kind: type = torch.optim.AdamW,
     *,
+    optimizer_class: type | None = None,
     weights: str = "resident",
     device: Any = None,
     overlap: bool | None = None,
@@ -45,6 +46,7 @@ def offload(
         params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16;
             DTensors included, as those of FSDP2.
         kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
+        optimizer_class: The same by torchao's name; pass one of them.
         weights: "resident": parameters stay where they are. "flow": their home is host memory, and a layer's weights are on `device` only
             while it is used, as Flow has it. "auto": as many layers stay on the device as fit beside the first backward.
         device: Where a model with "flow" or "auto" computes; None: the accelerator, or the CPU if there is none.
@@ -92,6 +94,10 @@ def offload(
             f"offload(model, {type(params).__name__}, lr=...)"
         )
     _check_keywords(options)
+    if optimizer_class is not None:
+        if kind is not torch.optim.AdamW:
+            raise InvalidArgumentError("offload: kind and optimizer_class are the same argument; pass one of them")
+        kind = optimizer_class
     model = params if model is None and isinstance(params, torch.nn.Module) else model
     if weights not in ("resident", *_KEPT_BYTES):
         raise InvalidArgumentError(f"offload: weights is {weights!r}; pass 'resident', 'flow' or 'auto'")

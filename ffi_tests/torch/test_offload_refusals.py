@@ -158,8 +158,8 @@ def test_a_model_without_layers_names_the_cure():
 @pytest.mark.parametrize(
     "option, value, words",
     [
-        ("lr", None, r"param_groups\[1\]: an option is no number.*nothing was stepped"),
-        ("lr", "x", r"param_groups\[1\]: an option is no number"),
+        ("lr", None, r"param_groups\[1\]: lr is not a number: .*nothing was stepped"),
+        ("lr", "x", r"param_groups\[1\]: lr is not a number: "),
         ("lr", -1.0, r"param_groups\[1\], option lr"),
         ("betas", (0.9, 2.0), r"param_groups\[1\], option beta"),
         ("eps", math.nan, r"param_groups\[1\], option eps"),

@@ -185,7 +185,7 @@ def test_a_group_without_an_option_is_named_with_it(tier, tiered):
         optimizer,
         params,
         spillway.InvalidArgumentError,
-        r"param_groups\[0\]: an option is no number: .*; set a number; nothing was stepped",
+        r"param_groups\[0\]: lr is not a number: .*; set a number; nothing was stepped",
     )
 
 

@@ -39,8 +39,9 @@ def put_numbers(options: Any, group: Mapping[str, Any], of: str, names: Iterable
     except KeyError as error:
         raise InvalidArgumentError(f"{of} has no option {error}; set it; nothing was stepped") from None
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        wanted = "two numbers" if name == "betas" else "a number"
         raise InvalidArgumentError(
-            f"{of}: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+            f"{of}: {name} is not {wanted}: {type(error).__name__}: {error}; set {wanted}; nothing was stepped"
         ) from None
 
 

@@ -182,10 +182,7 @@ def test_a_group_without_an_option_is_named_with_it(tier, tiered):
         optimizer.param_groups[0][option] = value
     optimizer.param_groups[0]["lr"] = None
     refused(
-        optimizer,
-        params,
-        spillway.InvalidArgumentError,
-        r"param_groups\[0\]: lr is not a number: .*; set a number; nothing was stepped",
+        optimizer, params, spillway.InvalidArgumentError, r"param_groups\[0\]: lr is not a number: .*; set a number; nothing was stepped"
     )
 
 

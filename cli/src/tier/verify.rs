@@ -5,7 +5,7 @@ use spillway::error::{Error, Result, TierKind};
 use spillway::tier::inspect::Found;
 use spillway::tier::verify::VerifyReport;
 
-use super::which::{Which, open, plain, step_of};
+use super::which::{Which, open_to_read, plain, step_of};
 use crate::progress::Copying;
 use crate::report::size;
 use crate::stdout;
@@ -77,7 +77,7 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 fn verify(found: &Found) -> Result<Verified> {
-    let tier = match open(found) {
+    let tier = match open_to_read(found) {
         Ok(tier) => tier,
         // Both superblocks are damaged: this is what the command looks for.
         Err(error) if found.superblock.is_none() && !found.damage.is_empty() => {

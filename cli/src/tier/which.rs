@@ -144,6 +144,23 @@ pub(super) fn step_of(step: Option<u64>) -> String {
 
 /// Opens a tier at its last commit. Nothing is written to it until the first change.
 pub(super) fn open(found: &Found) -> Result<Tier> {
+    open_in(found, Mode::Resume)
+}
+
+/// As [`open`], without a lock where this user, or a mount, forbids to write.
+pub(super) fn open_to_read(found: &Found) -> Result<Tier> {
+    open_in(found, Mode::Resume).or_else(|error| match &error {
+        Error::Io(io) if is_forbidden(io.errno) => open_in(found, Mode::Read),
+        _ => Err(error),
+    })
+}
+
+fn is_forbidden(errno: i32) -> bool {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    matches!(std::io::Error::from_raw_os_error(errno).kind(), PermissionDenied | ReadOnlyFilesystem)
+}
+
+fn open_in(found: &Found, mode: Mode) -> Result<Tier> {
     let Some(superblock) = &found.superblock else {
         let damage = if found.damage.is_empty() {
             "its superblocks are blank: nothing was committed".to_string()
@@ -153,7 +170,7 @@ pub(super) fn open(found: &Found) -> Result<Tier> {
         return Err(TierError::at(TierKind::Format, found.owner.to_string(), damage));
     };
     Tier::open(TierOptions {
-        mode: Mode::Resume,
+        mode,
         world: superblock.world,
         write_at_open: false,
         ..TierOptions::new(found.owner.clone(), found.bases.iter().cloned())

@@ -1,6 +1,10 @@
 """Imports beside commits of other threads and beside an open Swap, and what a failed import leaves."""
 
 import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
 import threading
 
 import numpy as np
@@ -11,6 +15,7 @@ import spillway
 from spillway import swap as swap_module
 
 SIZES = [4096] * 10
+TOOL = pathlib.Path(os.environ.get("SPILLWAY_LIBRARY", "")).parent / "spillway"
 
 
 @pytest.fixture
@@ -143,3 +148,24 @@ def test_a_link_of_another_user_to_an_export_is_not_followed(folders):
         os.lchown(link, 65534, 65534)
         with pytest.raises(spillway.TierError, match="symbolic link of user 65534, which is not followed"):
             tier.import_from(link)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not TOOL.is_file(), reason="only root makes files that another user may read alone; needs the tool")
+def test_the_tool_verifies_a_tier_that_it_may_only_read():
+    with tempfile.TemporaryDirectory() as folder:
+        # The other user may not run the tool where it was built.
+        tool, tier = shutil.copy(TOOL, folder), pathlib.Path(folder, "tier")
+        os.chmod(folder, 0o755)
+        tier.mkdir()
+        with spillway.Tier([tier], job="j") as opened:
+            opened.wait(opened.put(opened.define("w", [5000]), [bytearray(5000)]))
+            opened.commit(7)
+        for found in [tier, *tier.rglob("*")]:
+            os.chown(found, 65534, 65534)
+            found.chmod(0o500 if found.is_dir() else 0o400)
+        done = subprocess.run([tool, "tier", "verify", tier], capture_output=True, text=True, user=65534, group=65534, extra_groups=[])
+        assert done.returncode == 0 and "step 7, 1 extents, 1 blocks" in done.stdout, done
+        (data,) = tier.rglob("data")
+        data.write_bytes(data.read_bytes().replace(bytes(4096), b"x" * 4096))
+        done = subprocess.run([tool, "tier", "verify", tier], capture_output=True, text=True, user=65534, group=65534, extra_groups=[])
+        assert done.returncode == 1 and "1 of 1 tiers are damaged" in done.stderr, done

@@ -17,6 +17,8 @@ use crate::sys::sync::Lock;
 /// Larger allocations have their own mapping.
 const ARENA_SHARE: usize = ARENA_BYTES / 4;
 const ARENA_BYTES: usize = 32 * HUGE_PAGE;
+/// Small allocations after one that had no arena, until one is tried again: to map and touch an arena takes milliseconds.
+const ALONE: u32 = 256;
 
 /// Statistics of all allocations of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -39,8 +41,9 @@ struct PinnedState {
     arenas: Vec<Arena>,
     bytes: usize,
     high_water: usize,
-    /// Memory, or the limit of locked memory, had no room for an arena but for a part of one.
-    lacks_room: bool,
+    /// Small allocations that take regions of their own before an arena is tried again: memory, or the limit of locked memory,
+    /// had no room for one.
+    alone: u32,
 }
 
 #[derive(Debug)]
@@ -156,7 +159,10 @@ impl PinnedState {
         if let Some(found) = self.arenas.iter_mut().find_map(|arena| arena.cut(size)) {
             return Ok(found);
         }
-        let arena = if self.lacks_room { None } else { Region::open(ARENA_BYTES, Backing::default()).ok() };
+        let arena = match self.alone {
+            0 => Region::open(ARENA_BYTES, Backing::default()).ok(),
+            _ => None,
+        };
         let region = match arena {
             Some(region) if region.locked() => region,
             other => {
@@ -169,7 +175,7 @@ impl PinnedState {
                     }
                     other => {
                         other.inspect(|region| region.retire());
-                        self.lacks_room = true;
+                        self.alone = self.alone.checked_sub(1).unwrap_or(ALONE);
                         return Ok(whole(own));
                     }
                 }

@@ -91,8 +91,6 @@ def _close_lost() -> None:
                 library = _native.library()
                 if entry.before is not None:
                     entry.before(entry.cell[0])
-                if entry.kind._before_closer:
-                    getattr(library, entry.kind._before_closer)(entry.cell[0])
                 rest = ((argument,) for argument in entry.kind._closer_arguments)
                 [*itertools.islice(map(getattr(library, entry.kind.closer), iter(entry.cell.pop, None), *rest), 1)]
             finally:
@@ -112,16 +110,16 @@ class _NativeHandle:
     closer: str = ""
     # For an object that the program does not see: the name of the one that uses it, for messages.
     _user: str = ""
-    # For an object that was lost: further arguments of the closer, and a function of the handle that is called before.
+    # For an object that was lost: further arguments of the closer.
     _closer_arguments: tuple[Any, ...] = ()
-    _before_closer: str = ""
+    # Called with the handle before the closer. It does not refer to the object, because it is called for lost objects too.
+    _before: Callable[[Any], object] | None = None
     # The C handle in a list of one item, which close() empties.
     _cell: Any = ()
     # Containers of memory that the library may access, see _kept.
     _keeps: tuple[Any, ...] = ()
 
-    def _hold(self, opener: str, *arguments: Any, keeps: tuple[Any, ...] = (), before: Callable[[Any], object] | None = None) -> None:
-        """Opens the object. If its destructor is interrupted, before(handle) is called before the closer."""
+    def _hold(self, opener: str, *arguments: Any, keeps: tuple[Any, ...] = ()) -> None:
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         _close_lost()
         handle = ctypes.c_void_p()
@@ -130,7 +128,7 @@ class _NativeHandle:
         self._closing: Any = threading.RLock()
         self._cell = [handle]
         owner = weakref.ref(self, _destroyed.append)
-        _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self), before)
+        _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self), self._before)
         _native.call(opener, *arguments, ctypes.byref(handle))
         self._keeps = tuple(map(_kept.keep, keeps))
 
@@ -272,7 +270,7 @@ class _NativeHandle:
 
     def close(self) -> None:
         """Closes the object after calls of other threads have returned; a second call does nothing."""
-        self._end()
+        self._end(before=self._before)
 
     def __enter__(self: _Owner) -> _Owner:
         return self

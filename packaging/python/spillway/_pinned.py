@@ -42,11 +42,8 @@ class _Block(_NativeHandle):
     _user = "pinned memory"
 
     def __init__(self, options: Any, size: int, freed: Callable[[int], object]):
-        self._freed = freed
-        self._hold("spw_pinned_alloc", ctypes.byref(options), size, before=lambda handle: freed(handle.value))
-
-    def close(self) -> None:
-        self._end(before=lambda handle: self._freed(handle.value))
+        self._before = lambda handle: freed(handle.value)
+        self._hold("spw_pinned_alloc", ctypes.byref(options), size)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -28,7 +28,9 @@ from ..torch.inner import CODES, Memory, Recorded, SpillwayOptimizer, name_of
 class _KeptStage(Stage):
     """A stage that keeps an open step when it is closed or freed."""
 
-    _before_closer = "spw_stage_commit"
+    @staticmethod
+    def _before(handle: Any) -> object:
+        return _native.library().spw_stage_commit(handle)
 
     @property
     def is_closed(self) -> bool:
@@ -37,7 +39,7 @@ class _KeptStage(Stage):
 
     def close(self) -> None:
         """Keeps an open step, and closes the stage."""
-        if self._end(before=getattr(_native.library(), self._before_closer)):
+        if self._end(before=self._before):
             self._held.clear()
 
     def cancel(self, status: list[int]) -> None:

@@ -39,7 +39,7 @@ def offload(given, **options):
 
 
 def logged(optimizer):
-    return sum(bucket.steps_early for bucket in optimizer._plan.buckets)
+    return sum(bucket.has_log for bucket in optimizer._plan.buckets)
 
 
 CASES = [
@@ -147,7 +147,7 @@ def test_buckets_without_room_for_a_log_wait_for_the_verdict_with_the_same_bits(
     assert all(torch.equal(mine.state[a]["master_param"], plain.state[b]["master_param"]) for a, b in zip(ours, theirs))
     assert logged(mine) == (8 if room is None else room)
     # Backward completes the last parameter first.
-    early = [bucket.steps_early for bucket in mine._plan.lanes[0].buckets]
+    early = [bucket.has_log for bucket in mine._plan.lanes[0].buckets]
     assert early == sorted(early, reverse=True)
     counts = [engine.speculation.stats() for engine in mine._plan.engines]
     assert sum(count.buckets_speculated for count in counts if count.buckets_spared == 0) <= 4 * logged(mine)

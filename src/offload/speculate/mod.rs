@@ -17,6 +17,9 @@
 //! | `device` | buckets in GPU memory, and uploads of 16-bit copies to the GPU |
 //! | `executor` | the thread that runs the tasks |
 //! | `engine` | the public calls |
+//!
+//! An event that never happens has no deadline: the caller's timeout ends its wait, and an abort ends the round. A file
+//! descriptor is watched in `sys/event.rs`, a CUDA event in `gpu/watch.rs`.
 #![forbid(unsafe_code)]
 
 mod bucket;

@@ -85,12 +85,12 @@ class Bucket:
         portions: What the engine steps in one call each.
         stays: The bucket is in the tail.
         speculation: The engine of a bucket that is not.
-        steps_early: The engine steps it before the verdict."""
+        has_log: Memory has room for its log, so the engine steps it before the verdict."""
 
     def __init__(self, lane: Any, place: int, slots: list[Slot], most: int):
         self.lane, self.place, self.slots, self.submitted, self.stays, self.number = lane, place, slots, False, False, place
         self.speculation: Any = None
-        self.steps_early = False
+        self.has_log = False
         self._params = [slot.param for slot in slots]
         self._is_plain = not any(isinstance(param, DTensor) for param in self._params)
         self._is_coded = any(slot.precision.coded for slot in slots)

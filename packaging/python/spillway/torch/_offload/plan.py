@@ -103,18 +103,18 @@ class Engine:
         lanes: The lanes.
         buckets: Buckets of theirs on the host.
         portions: The portions of these, in the order of their numbers.
-        steps_early: The buckets step before the verdict."""
+        has_log: Memory has room for the logs of the buckets, which step before the verdict."""
 
-    def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket], steps_early: bool):
-        self.lanes, self.buckets, self.steps_early = lanes, buckets, steps_early
+    def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket], has_log: bool):
+        self.lanes, self.buckets, self.has_log = lanes, buckets, has_log
         self.portions = [portion for bucket in buckets for portion in bucket.portions]
         # A step may write the weights of a slot at once, which parameters get once they are final: a commit then has nothing to do.
         # Without buckets it has an empty one, so that a round has a begin and an end.
-        self.speculation = Speculation(max(len(self.portions), 1), publish="staged", undo="delta" if steps_early else "none")
+        self.speculation = Speculation(max(len(self.portions), 1), publish="staged", undo="delta" if has_log else "none")
         # Messages name what the program has made.
         self.speculation._user = "optimizer of offload()"
         for bucket in buckets:
-            bucket.speculation, bucket.steps_early = self.speculation, steps_early
+            bucket.speculation, bucket.has_log = self.speculation, has_log
         for number, portion in enumerate(self.portions):
             portion.number = number
 
@@ -186,8 +186,8 @@ class Plan:
         for sign in dict.fromkeys(lane.maximizes for lane in self.lanes):
             own = [lane for lane in self.lanes if lane.maximizes is sign]
             buckets = [bucket for lane in own for bucket in hosts[lane]]
-            for steps_early in dict.fromkeys([bucket in early for bucket in buckets]) or [False]:
-                self.engines.append(Engine(own, [bucket for bucket in buckets if (bucket in early) is steps_early], steps_early))
+            for has_log in dict.fromkeys([bucket in early for bucket in buckets]) or [False]:
+                self.engines.append(Engine(own, [bucket for bucket in buckets if (bucket in early) is has_log], has_log))
         self._layout = self._layout_of(self.slots, numbers)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         for number, bucket in enumerate(self.buckets):
@@ -262,7 +262,7 @@ class Plan:
             return
         with span("offload.submit", bucket.number):
             self._send(bucket)
-        if early and bucket.steps_early and self._makes_second(bucket):
+        if early and bucket.has_log and self._makes_second(bucket):
             self._stepping += ((bucket, portion) for portion in bucket.portions)
             self._bring()
 

@@ -26,7 +26,7 @@ test: packages ## every test, on an emulated Arm too, the longest with a sample 
 test-long: packages ## every test with all of its cases
 	SPILLWAY_TEST_LONG=1 ffi_tests/all.sh
 
-quick: ## the inner loop: format, unit tests, tidy, ABI, kernels and some C programs, in under two minutes
+quick: ## the inner loop: format, unit tests, tidy, ABI, kernels and some C programs, in a minute
 	ffi_tests/quick.sh
 
 py: ## one Python test file: make py T=ffi_tests/deepspeed/test_rollback.py K=changed

@@ -6,8 +6,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 export SPILLWAY_TEST_QUICK=1
-# Unit tests of more than a second: crashes at every write, all values of a type, the exhaustive search over plans.
-slow='tier::tests::crash choose::tests all_patterns_come_back'
+# Unit tests of several seconds: crashes and hangs at every write, all values of a type, the exhaustive search over plans, simulated grids.
+slow='tier::tests::crash tier::tests::hang choose::tests all_patterns_come_back a_transfer_that_hangs narrow_states_on_the_gpu
+if_all_copies_have_failed what_was_given_up_does_not'
 programs='copies fork io_round_trip null pinned_memory plan status structs swap last_error panic tier_steps'
 
 cargo fmt --all --check

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sys::fork::{PerProcessStatic, Shared};
-use crate::sys::memory::{HUGE_PAGE, Mapping, PageKind};
+use crate::sys::memory::{HUGE_PAGE, Mapping, PageKind, available_bytes};
 use crate::sys::threads;
 
 /// Bytes that a thread takes at once.
@@ -27,7 +27,9 @@ pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mappi
 }
 
 fn populated(bytes: usize, pages: PageKind, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
-    let promise = Promise::of(bytes as u64);
+    // What cannot be given is refused below: a promise of it would have others refused too.
+    let can_be_given = available_bytes().is_none_or(|available| bytes as u64 <= available);
+    let promise = Promise::of(if can_be_given { bytes as u64 } else { 0 });
     let (mut mapping, unbound) = Mapping::unpopulated(bytes, pages, node, promise.before)?;
     populate(&mapping, &promise)?;
     mapping.note_kind();
@@ -132,15 +134,16 @@ mod tests {
 
     #[test]
     fn what_is_promised_to_others_is_not_given_twice() {
-        let half = crate::sys::memory::available_bytes().unwrap() / 2;
+        let half = available_bytes().unwrap() / 2;
         assert!(in_forked_child(|| {
             let promise = Promise::of(half);
             let all = || PROMISED.get().unwrap().load(Ordering::Relaxed);
             let refused = touched(half as usize + (64 << 20), true, None).is_err();
+            let impossible = touched(usize::MAX / 4, false, None).is_err() && all() == half;
             promise.kept(PART);
             let rest = all() == half - PART as u64;
             drop(promise);
-            refused && rest && all() == 0 && touched(SHARED, true, None).is_ok() && all() == 0
+            refused && impossible && rest && all() == 0 && touched(SHARED, true, None).is_ok() && all() == 0
         }));
     }
 

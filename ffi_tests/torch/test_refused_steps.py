@@ -211,8 +211,8 @@ def test_an_option_that_is_refused_names_its_group():
         (1, "lr", -1.0, "lr: -1"),
         (1, "betas", (0.9, 1.0), r"betas\[1\]: 1"),
         (0, "eps", -1.0, "eps: -1"),
-        (1, "eps", "a word", "no number"),
-        (0, "weight_decay", None, "no number"),
+        (1, "eps", "a word", "not a number"),
+        (0, "weight_decay", None, "not a number"),
     ]:
         before = copy.deepcopy(optimizer.param_groups[number][option])
         optimizer.param_groups[number][option] = value

@@ -1,6 +1,8 @@
-"""The loss of a training by the width of the states: a small GPT on the letters of this repository's pages, in float32 on the CPU.
+"""The loss of a training by the width of the states: a GPT on the letters of this repository's pages, with float32 parameters on the CPU.
 
-    python ffi_tests/bench/narrow_losses.py [--steps N] [--seeds N]
+    python ffi_tests/bench/narrow_losses.py [--model small|25m] [--steps N] [--seeds N]
+
+"small" has 0.4 M parameters and computes in float32. "25m" has 25 M, and computes in bfloat16 by torch's autocast.
 
 A seed gives the first weights and the batches, which are the same for all optimizers. The program prints the rows of the record
 narrow_losses.json. `loss` has the mean of the last fifty steps for each seed, `curve` the mean over the seeds of each hundred steps, and
@@ -10,11 +12,16 @@ import argparse
 import json
 import pathlib
 import statistics
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from spillway.torch import AdamW
+
+LAST, POINT = 50, 100
+#: The kinds of states that are trained with each model.
+BOTH = ("float32", "bfloat16, random", "8 bits, random")
 
 KINDS = {
     "float32": {},
@@ -23,21 +30,44 @@ KINDS = {
     "8 bits, random": {"moment_dtype": "int8"},
     "8 bits, nearest": {"moment_dtype": "int8", "moment_rounding": "nearest"},
 }
-LENGTH, BATCH, WIDTH, HEADS, LAYERS, LAST, POINT = 64, 16, 96, 4, 3, 50, 100
+
+
+class Size(NamedTuple):
+    """A model and its training.
+
+    Attributes:
+        batch: Texts of a step, of `length` letters each.
+        mixed: Forward and backward compute in bfloat16."""
+
+    width: int
+    heads: int
+    layers: int
+    batch: int
+    rate: float
+    mixed: bool
+    kinds: tuple[str, ...]
+    length: int = 64
+
+
+SIZES = {
+    "small": Size(width=96, heads=4, layers=3, batch=16, rate=1e-3, mixed=False, kinds=tuple(KINDS)),
+    "25m": Size(width=512, heads=8, layers=8, batch=2, rate=3e-4, mixed=True, kinds=BOTH),
+}
 
 
 class Layer(torch.nn.Module):
     """Attention to what is before, and a perceptron."""
 
-    def __init__(self):
+    def __init__(self, size):
         super().__init__()
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(2))
-        self.into, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.wide = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH))
+        width, self.heads = size.width, size.heads
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.into, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.wide = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
 
     def forward(self, x):
-        batch, length, _ = x.shape
-        parts = self.into(self.norms[0](x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        parts = self.into(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
         x = x + self.out(seen.reshape(x.shape))
         return x + self.wide(self.norms[1](x))
@@ -46,24 +76,27 @@ class Layer(torch.nn.Module):
 class Model(torch.nn.Module):
     """A GPT of letters."""
 
-    def __init__(self, letters):
+    def __init__(self, letters, size):
         super().__init__()
-        self.letters, self.places = torch.nn.Embedding(letters, WIDTH), torch.nn.Embedding(LENGTH, WIDTH)
-        self.layers = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)), torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, letters))
+        width, layers = size.width, [Layer(size) for _ in range(size.layers)]
+        self.letters, self.places = torch.nn.Embedding(letters, width), torch.nn.Embedding(size.length, width)
+        self.layers = torch.nn.Sequential(*layers, torch.nn.LayerNorm(width), torch.nn.Linear(width, letters))
 
     def forward(self, ids):
         return self.layers(self.letters(ids) + self.places.weight[: ids.shape[1]])
 
 
-def losses_of(text, letters, seed, steps, options):
+def losses_of(text, letters, size, seed, steps, options):
     """The losses of a training."""
     torch.manual_seed(seed)
-    model, batches = Model(letters), torch.Generator().manual_seed(seed)
-    optimizer, losses = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_norm=1.0, **options), []
+    model, batches = Model(letters, size), torch.Generator().manual_seed(seed)
+    optimizer, losses = AdamW(model.parameters(), lr=size.rate, weight_decay=0.1, max_norm=1.0, **options), []
     for _ in range(steps):
-        starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=batches)
-        ids = torch.stack([text[start : start + LENGTH + 1] for start in starts])
-        loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        starts = torch.randint(len(text) - size.length, (size.batch,), generator=batches)
+        ids = torch.stack([text[start : start + size.length + 1] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16, enabled=size.mixed):
+            found = model(ids[:, :-1])
+        loss = functional.cross_entropy(found.float().flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -81,6 +114,7 @@ def figures(trainings):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -88,9 +122,10 @@ def main():
     written = "".join(page.read_text() for page in pages)
     letters = {letter: number for number, letter in enumerate(sorted(set(written)))}
     text = torch.tensor([letters[letter] for letter in written])
-    for name, kind in KINDS.items():
-        trainings = [losses_of(text, len(letters), seed, args.steps, kind) for seed in range(args.seeds)]
-        row = {"case": {"states": name}, "figures": figures(trainings), "headline": "loss", "better": "lower"}
+    size = SIZES[args.model]
+    for name in size.kinds:
+        trainings = [losses_of(text, len(letters), size, seed, args.steps, KINDS[name]) for seed in range(args.seeds)]
+        row = {"case": {"model": args.model, "states": name}, "figures": figures(trainings), "headline": "loss", "better": "lower"}
         print(json.dumps(row), flush=True)
 
 

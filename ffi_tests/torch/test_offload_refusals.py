@@ -194,7 +194,7 @@ def test_an_error_in_the_thread_of_the_copies_is_one_of_step(monkeypatch):
     before = values(params)
     with pytest.MonkeyPatch.context() as patch:
         # An error that arises in the package: no function of this file calls it.
-        patch.setattr(bucket_module.Bucket, "submit", property(lambda bucket: functools.partial(_arguments.real, "bucket")))
+        patch.setattr(bucket_module.Bucket, "_rows", property(lambda bucket: functools.partial(_arguments.real, "bucket")))
         backward(params)
         with pytest.raises(spillway.InvalidArgumentError, match="bucket is"):
             optimizer.step()

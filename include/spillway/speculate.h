@@ -72,7 +72,7 @@ typedef struct spw_spec_options {
 #define SPW_SPEC_OPTIONS_INIT \
     { sizeof(spw_spec_options), 0, 0, 0 }
 
-// Counters since the engine was opened.
+// Counters since the engine was opened, and the age of a round.
 typedef struct spw_spec_stats {
     // `sizeof(spw_spec_stats)`
     uint32_t struct_size;
@@ -100,10 +100,12 @@ typedef struct spw_spec_stats {
     // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
     // callers.
     double seconds_exposed;
+    // Seconds since the first bucket of the open or the last round began, once its event had happened; -1 if none has begun.
+    double seconds_since_begun;
 } spw_spec_stats;
 
 #define SPW_SPEC_STATS_INIT \
-    { sizeof(spw_spec_stats), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0 }
+    { sizeof(spw_spec_stats), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0 }
 
 // A speculation engine. It has one thread, which distributes steps to the thread pool.
 typedef struct spw_spec spw_spec;

@@ -795,6 +795,7 @@ class SpecStats(Structure):
         ("buckets_rolled_back", c_uint64),
         ("buckets_spared", c_uint64),
         ("seconds_exposed", c_double),
+        ("seconds_since_begun", c_double),
     ]
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, ne
@@ -64,7 +65,8 @@ class SpeculationStats(NamedTuple):
         buckets_redone: Buckets whose early step was redone.
         buckets_rolled_back: Buckets whose early step was rolled back.
         buckets_spared: Buckets not stepped before the verdict, because it was already certain or they are in GPU memory.
-        exposed_seconds: Seconds that callers waited, summed over callers."""
+        exposed_seconds: Seconds that callers waited, summed over callers.
+        seconds_since_begun: Seconds since the first bucket of the open or the last round began; -1 if none has begun."""
 
     commits: int
     redos: int
@@ -76,6 +78,7 @@ class SpeculationStats(NamedTuple):
     buckets_rolled_back: int
     buckets_spared: int
     exposed_seconds: float
+    seconds_since_begun: float
 
 
 class Speculation(_NativeHandle):
@@ -176,11 +179,10 @@ class Speculation(_NativeHandle):
         if self._optimizer is None:
             raise InvalidArgumentError(f"Speculation.submit: bucket {bucket} was submitted before a round; call begin() first")
         table, held = tensor_table(self._optimizer, tensors, uint16_dtype, shadow)
-
-        def submit(device: Any = None) -> None:
-            self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd, after, device))
-
-        submit() if gpu is None else Gpu._given("Speculation.submit: gpu", gpu)._through(submit)
+        if gpu is not None:
+            Gpu._given("Speculation.submit: gpu", gpu)
+        table_of = (ctypes.addressof(table), len(table))
+        self.submit_table("spw_spec_submit", bucket, held, *table_of, event_fd=event_fd, after=after, gpu=gpu)
 
     def submit_gpu(
         self,
@@ -210,7 +212,8 @@ class Speculation(_NativeHandle):
                 ctypes.addressof(table),
                 len(table),
                 stream_number(stream, gpu.ordinal),
-                _event(None, after, device),
+                after=after,
+                gpu=gpu,
             )
         )
 
@@ -248,9 +251,23 @@ class Speculation(_NativeHandle):
             TimedOutError: The bucket has no new parameters yet."""
         self._wait_by(timeout, "spw_spec_stream_wait", bucket, stream_number(stream))
 
-    def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
-        """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
-        self._held.submit(held, lambda outcome: self._recorded(outcome, function, bucket, *arguments))
+    def submit_table(
+        self,
+        function: str,
+        bucket: int,
+        held: Any,
+        *arguments: Any,
+        event_fd: int | None = None,
+        after: CudaStream | CudaEvent | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """Submits a bucket by the C function of that name, whose last argument is the event; `held` is kept alive until the round ends."""
+
+        def submit(device: Any = None) -> None:
+            event = _event(event_fd, after, device)
+            self._held.submit(held, lambda outcome: self._recorded(outcome, function, bucket, *arguments, event))
+
+        submit() if gpu is None else gpu._through(submit)
 
     def local_result(self, timeout: float | None = None) -> StepStats:
         """Waits until the gradients of every bucket are measured; returns this rank's StepStats.
@@ -347,6 +364,11 @@ class Speculation(_NativeHandle):
         return SpeculationStats(
             *(getattr(counters, {"exposed_seconds": "seconds_exposed"}.get(name, name)) for name in SpeculationStats._fields)
         )
+
+    def _began(self) -> float | None:
+        """When the first bucket of the open or the last round began, by time.perf_counter(); None if none has begun."""
+        age = self.stats().seconds_since_begun
+        return None if age < 0 else time.perf_counter() - age
 
     def close(self) -> None:
         """Closes the engine; an open round is rolled back first."""

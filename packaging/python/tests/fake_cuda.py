@@ -11,7 +11,7 @@ class FakeDriver:
     """The fake driver's GPU `ordinal`, with its context current on this thread."""
 
     def __init__(self, path, ordinal):
-        self._library, self._ordinal = ctypes.CDLL(path), ordinal
+        self._library, self.ordinal = ctypes.CDLL(path), ordinal
         context = ctypes.c_void_p()
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
         self("cuCtxPushCurrent_v2", context)
@@ -65,5 +65,5 @@ class FakeDriver:
         for name in ("fakecuda_races", "fakecuda_pageable_copies"):
             function = getattr(self._library, name)
             function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_uint32]
-            counts.append(function(self._ordinal))
+            counts.append(function(self.ordinal))
         return counts

@@ -42,7 +42,7 @@ pub struct spw_spec_options {
 }
 
 c_struct! { first 88;
-/// Counters since the engine was opened.
+/// Counters since the engine was opened, and the age of a round.
 pub struct spw_spec_stats {
     /// 0
     pub reserved: u32,
@@ -68,6 +68,8 @@ pub struct spw_spec_stats {
     /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
     /// callers.
     pub seconds_exposed: f64,
+    /// Seconds since the first bucket of the open or the last round began, once its event had happened; -1 if none has begun.
+    pub seconds_since_begun: f64,
 }
 }
 
@@ -162,7 +164,8 @@ pub extern "C" fn spw_spec_get_stats(spec: Option<&spw_spec>, stats_out: Out<spw
         } with {
             reserved: 0, buckets_speculated: counts.speculated, buckets_committed: counts.committed,
             buckets_redone: counts.redone, buckets_rolled_back: counts.rolled_back,
-            buckets_spared: counts.spared, seconds_exposed: found.exposed.as_secs_f64()
+            buckets_spared: counts.spared, seconds_exposed: found.exposed.as_secs_f64(),
+            seconds_since_begun: found.begun.map_or(-1.0, |begun| begun.as_secs_f64())
         });
         stats_out.write(&values, "stats_out")
     })

@@ -47,6 +47,8 @@ pub struct Stats {
     pub counts: Counts,
     /// Total time that callers were blocked in this engine.
     pub exposed: Duration,
+    /// Time since the first bucket of the open or the last round began.
+    pub begun: Option<Duration>,
 }
 
 impl Engine {
@@ -65,7 +67,10 @@ impl Engine {
 
     /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet.
     pub fn begin(&self, clip: Clip) -> Result<()> {
-        self.lock().round.begin(clip)
+        let mut inner = self.lock();
+        inner.round.begin(clip)?;
+        inner.begun = None;
+        Ok(())
     }
 
     /// Returns Ok if `submit` would accept this bucket now, and its error otherwise.
@@ -166,7 +171,8 @@ impl Engine {
     /// Statistics since `open`.
     pub fn stats(&self) -> Result<Stats> {
         let inner = self.lock();
-        Ok(Stats { counts: inner.round.counts(), exposed: inner.exposed })
+        let begun = inner.begun.map(|begun| begun.elapsed());
+        Ok(Stats { counts: inner.round.counts(), exposed: inner.exposed, begun })
     }
 
     /// When 16-bit copies are written and valid.

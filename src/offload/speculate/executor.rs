@@ -11,7 +11,7 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::bucket::{Bucket, Recording};
 use super::round::{Round, Task};
@@ -40,6 +40,8 @@ pub struct Inner {
     pub executor_gone: bool,
     /// Total time that callers were blocked.
     pub exposed: Duration,
+    /// When the first bucket of the open or the last round began.
+    pub begun: Option<Instant>,
 }
 
 /// The data of one bucket index.
@@ -69,6 +71,7 @@ impl RoundBoard {
             closing: false,
             executor_gone: false,
             exposed: Duration::ZERO,
+            begun: None,
         };
         Ok(RoundBoard { inner: Lock::new(inner), changed: Signal::default(), waker: Arc::new(waker) })
     }
@@ -80,6 +83,7 @@ impl Inner {
         let slot = &mut self.slots[index];
         let work = slot.work.take()?;
         let recording = std::mem::take(&mut slot.recording);
+        self.begun.get_or_insert_with(Instant::now);
         let first = if work.speculates() { Task::Speculate } else { Task::Measure };
         let task = self.round.start(index, first);
         Some(Job { index, task, work, recording })

@@ -231,6 +231,28 @@ fn a_bucket_waits_for_its_event_and_the_others_do_not_wait_for_it() {
 }
 
 #[test]
+fn the_age_of_a_round_counts_from_the_first_bucket_whose_event_happened() {
+    let stage = Stage::new(2, Publish::Staged);
+    let begun = || stage.engine.stats().unwrap().begun;
+    let (flag, never) = (EventFd::new().unwrap(), EventFd::new().unwrap());
+    stage.submit(0, 0.1, Some(Event::readable(flag.fd()).unwrap())).unwrap();
+    stage.submit(1, 0.1, Some(Event::readable(never.fd()).unwrap())).unwrap();
+    assert_eq!(begun(), None);
+    flag.set();
+    while stage.engine.progress(0) != Ok(Progress::Speculative) {
+        std::thread::yield_now();
+    }
+    let age = begun().unwrap();
+    never.set();
+    stage.engine.local_result(SOON).unwrap();
+    assert!(begun().unwrap() > age, "the age grows, also after the last bucket");
+    stage.engine.resolve(seen(0.2)).unwrap();
+    stage.engine.finish(SOON).unwrap();
+    stage.engine.begin(clip()).unwrap();
+    assert_eq!(begun(), None);
+}
+
+#[test]
 fn a_dropped_round_is_taken_back_before_the_drop_returns() {
     let stage = Stage::new(3, Publish::Speculative);
     let never = EventFd::new().unwrap();

@@ -1,5 +1,6 @@
 """The buckets of a step that were submitted before its verdict. A bucket whose gradients are being copied from a device is submitted by a
-thread, after the copy, so that the program does not wait for the device.
+thread, after the copy, so that the program does not wait for the device. Where the library waits for the device, see gpu_events.py, there
+is no thread.
 
 A signal handler of the program may raise between any two bytecodes of a method here. ThreadPoolExecutor has locks of Python, which such a
 handler can leave locked for good. Here the queue is one of C, and a wait for a lock looks again and again at what the lock stands for.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import _thread
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
@@ -113,8 +113,7 @@ class Round(Generic[_Bucket]):
     it alone uses what steps the buckets.
 
     Attributes:
-        submitted: The buckets, each with a note of the caller.
-        started: When the first step of this round, or of the last one, could begin, by time.perf_counter(); None before."""
+        submitted: The buckets, each with a note of the caller."""
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
@@ -126,7 +125,6 @@ class Round(Generic[_Bucket]):
     def begin(self) -> None:
         """Begins the next round."""
         self.submitted: dict[_Bucket, Any] = {}
-        self.started: float | None = None
 
     def submit(self, bucket: _Bucket, events: Sequence[Any], send: Callable[..., Any], *arguments: Any) -> None:
         """Calls `send`, which submits a bucket or a portion of it, after `synchronize()` of each event has returned; without events at
@@ -134,19 +132,15 @@ class Round(Generic[_Bucket]):
         self.submitted[bucket] = None
         if not events:
             self.wait()
-            self._call(send, arguments)
+            send(*arguments)
             return
         if self._ending:
             self.forget()
         if self._worker is None:
             self._worker = _Worker()
-        call = _Call(events, self._call, (send, arguments))
+        call = _Call(events, send, arguments)
         self._worker.calls.put(call)
         self._begun.append(call)
-
-    def _call(self, send: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        self.started = self.started or time.perf_counter()
-        send(*arguments)
 
     def is_over(self, within: float) -> bool:
         """True if all calls are over. Waits for that, and no longer than `within` seconds."""

@@ -1,5 +1,5 @@
 """Rounds of SuperOffload: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
-On a GPU a thread waits for the gradients of a sub-group, and not the trainer's.
+On a GPU the library waits for the gradients of a sub-group, and not the trainer's thread.
 
 A step without speculation passes the sub-groups in a fixed order to DeepSpeed's Adam, which keeps beta powers per
 optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore
@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 from .. import _abi, _arrays, _log, _native, topo
+from .._early import gpu_events
 from .._early.round import Round
 from .._groups import but_factor
 from ..errors import InvalidArgumentError, SpillwayError
@@ -105,9 +106,10 @@ class SuperOffloadCPUOptimizer:
         """Submits a sub-group, whose step starts after these events, at once if there are none. The step writes its weights in 16 bits to
         `param_copy`. Its memory must not be used until the verdict."""
         states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **({} if param_copy is None else {"param_copy": param_copy})}
-        self.round.submit(sub_group, events, self._send, sub_group, param, grad, states)
+        after = gpu_events.after(events[0]) if len(events) == 1 else None
+        self.round.submit(sub_group, events if after is None else (), self._send, sub_group, param, grad, states, after)
 
-    def _send(self, sub_group, param, grad, states):
+    def _send(self, sub_group, param, grad, states, after):
         arrays = (param, grad, *states.values())
         tensor = _optimizer_ops.tensor(param, grad, **states)
         _restore(self._powers.id, self._found[sub_group])
@@ -118,7 +120,7 @@ class SuperOffloadCPUOptimizer:
             self._powers.id,
             ctypes.byref(self._calls[sub_group]),
             ctypes.byref(tensor),
-            None,
+            **({} if after is None else after._asdict()),
         )
 
     def resolve(self, factor):
@@ -151,6 +153,10 @@ class SuperOffloadCPUOptimizer:
             self._open = False
             self.round.forget()
             self._engine.abort()
+
+    def began(self):
+        """When the first step of the open or the last round began, by time.perf_counter(); None if none has begun."""
+        return self._engine._began() if self._engine else None
 
     def wait(self, sub_group):
         """Waits until a sub-group has its final state."""

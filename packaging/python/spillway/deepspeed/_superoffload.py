@@ -225,7 +225,7 @@ class _Window:
 
         def begun():
             _stage3.wait_for_copies()
-            return overlaps and not self._rounds.missing(), self._rounds.round.started
+            return overlaps and not self._rounds.missing(), self._rounds.began()
 
         self.tail.asked.start(begun)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _native
+from .._early.gpu_events import After, after, is_of_gpu
 from .._written import changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
@@ -85,6 +86,10 @@ class HostLink:
     def wait(self, fence: Any) -> None:
         """Makes the caller's later work on the device wait for the copies of a fence."""
 
+    def after(self, fences: Sequence[Any]) -> After | None:
+        """The moment at which the copies of these fences are done; None if the library cannot wait for it."""
+        return None
+
 
 class DeviceLink(HostLink):
     """Copies between a device and pinned host memory, on a stream of their own."""
@@ -96,6 +101,8 @@ class DeviceLink(HostLink):
         self._device = device
         #: The stream of second copies, and the end of their last use. They wait for no copy to the host, and so for no backward.
         self._early, self._placed = torch.Stream(device=device), None
+        #: The last event that the library was given.
+        self._moment: Any = None
         #: Streams of the caller that later copies to the host follow.
         self._followed: set[Any] = set()
         # A build of torch for another vendor calls its devices so too, and its runtime alike.
@@ -179,6 +186,16 @@ class DeviceLink(HostLink):
     def wait(self, fence: Any) -> None:
         """Makes the caller's later work on the device wait for the copies of a fence."""
         torch.accelerator.current_stream(self._device).wait_event(fence)
+
+    def after(self, fences: Sequence[Any]) -> After | None:
+        """The moment at which the copies of these fences are done; None if the library cannot wait for it."""
+        if not all(map(is_of_gpu, fences)):
+            return None
+        for fence in fences:
+            self._stream.wait_event(fence)
+        # The library takes the moment when it is submitted, and the event is kept until the next one.
+        self._moment = self._stream.record_event()
+        return after(self._moment)
 
 
 class Pieces(list[torch.Tensor]):

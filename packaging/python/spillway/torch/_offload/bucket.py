@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _abi
+from ..._early.gpu_events import After
 from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums, with_versions
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
@@ -260,10 +261,16 @@ class Bucket:
         """What is awaited until the gradients of a portion are on the host."""
         return [fence for fence in self._fences[portion] if fence is not None]
 
-    def submit(self, portion: Portion) -> None:
-        """Has the engine step a portion."""
+    def submit(self, portion: Portion, after: After | None) -> None:
+        """Has the engine step a portion, at once or after a moment."""
         table, held = self._rows(portion)
-        self.speculation.submit_table("spw_spec_submit", portion.number, held, ctypes.addressof(table), len(table), None)
+        moment = {} if after is None else after._asdict()
+        self.speculation.submit_table("spw_spec_submit", portion.number, held, ctypes.addressof(table), len(table), **moment)
+
+    def after(self, fences: Sequence[Any]) -> After | None:
+        """The moment at which the copies of these fences are done, if the library can wait for it."""
+        apart = [link for link in self.links() if link.is_apart]
+        return apart[0].after(fences) if fences and len(apart) == 1 else None
 
     def _rows(self, portion: Portion) -> tuple[Any, list[Any]]:
         """The C table of a portion, and what keeps its memory."""

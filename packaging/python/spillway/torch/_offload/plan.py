@@ -268,9 +268,10 @@ class Plan:
 
     def _send(self, bucket: Bucket) -> None:
         for portion in bucket.portions:
-            # A step writes the memory from which the last weights are copied. The thread waits for these copies, not the program.
+            # A step writes the memory from which the last weights are copied. The program does not wait for these copies.
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
-            self.round.submit(bucket, fences, bucket.submit, portion)
+            after = bucket.after(fences)
+            self.round.submit(bucket, fences if after is None else (), bucket.submit, portion, after)
             self._publishing.clear()
 
     def _makes_second(self, bucket: Bucket) -> bool:
@@ -415,6 +416,10 @@ class Plan:
     def is_used(self) -> bool:
         """True if gradients have arrived or were copied since the last step."""
         return self.is_open or bool(self.arrivals) or any(bucket.is_taken for bucket in self.buckets)
+
+    def began(self) -> float | None:
+        """When the first step of the open or the last round began, by time.perf_counter(); None if none has begun."""
+        return min((began for engine in self.engines if (began := engine.speculation._began()) is not None), default=None)
 
     def exposed_seconds(self) -> float:
         """Seconds that callers have waited for buckets."""

@@ -318,7 +318,7 @@ class OffloadSteps(Parameters):
                 torch.accelerator.current_stream(device).synchronize()
         if (plan := self._plan) is None:
             return False, None
-        return plan.tail == self.tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets), plan.round.started
+        return plan.tail == self.tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets), plan.began()
 
     def _hear(self, verdict: Callable[[], Any]) -> None:
         """Waits for the verdict of a step that has returned."""

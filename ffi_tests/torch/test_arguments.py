@@ -191,6 +191,14 @@ def test_a_keyword_that_is_fixed_at_construction_cannot_be_set(name):
         setattr(optimizer, name, _keywords.DEFAULTS[name])
 
 
+@pytest.mark.parametrize("name", ["grad_norm", "skipped", "resumed_step", "payload"])
+def test_what_an_optimizer_tells_of_itself_cannot_be_set(name):
+    for optimizer in (own.AdamW([parameter()]), own.offload([parameter()]), own.Staged(torch.optim.SGD, [parameter()], lr=0.1)):
+        if hasattr(optimizer, name):
+            with pytest.raises(AttributeError):
+                setattr(optimizer, name, 3)
+
+
 def test_undo_is_set_where_steps_can_be_rolled_back_only():
     on_tier = own.AdamW([parameter()], tier=own.TierOptions([None], pin_memory=False))
     with pytest.raises(spillway.UnsupportedError):

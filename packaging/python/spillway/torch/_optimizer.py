@@ -40,6 +40,8 @@ _Self = TypeVar("_Self", bound="SpillwayOptimizer")
 _KEPT = ("max_norm", "skip_nonfinite", "undo")
 #: The keywords beyond torch that a repr shows even if they have their defaults.
 _ALWAYS_TOLD = ("max_norm", "master", "tier")
+#: What a step or the tier tells of itself.
+_TOLD = frozenset(("grad_norm", "skipped", "resumed_step", "payload"))
 #: Arguments that older versions of torch lack, with their defaults. They are passed only if they are set.
 _NEWER = {"decoupled_weight_decay": False, "fused": None}
 
@@ -169,7 +171,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if tier is not None:
             groups, states = self.param_groups, self.state
             self._home = TierHome(name, rule, dtypes, undo, groups, states, tier, host_memory, overlap)
-            self.resumed_step, self.payload = self._home.resumed_step, self._home.payload
+            self._tell(resumed_step=self._home.resumed_step, payload=self._home.payload)
         elif host_memory is not None:
             raise InvalidArgumentError(
                 f"{name}: host_memory is a limit for states on a tier, and of spillway.torch.offload; pass tier, or leave it out"
@@ -185,6 +187,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in DEFAULTS:
             self._set_keyword(name, value)
+        elif name in _TOLD:
+            raise AttributeError(f"{type(self).__name__}.{name} is what the optimizer tells of itself, and setting it would have no effect")
         else:
             super().__setattr__(name, value)
 
@@ -199,6 +203,10 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             self._home.check_undo()
         for one in (self,) if own is None else (self, own):
             one.__dict__[name] = value
+
+    def _tell(self, **facts: Any) -> None:
+        """Sets what the program reads, and cannot set."""
+        self.__dict__.update(facts)
 
     def __repr__(self) -> str:
         try:
@@ -236,7 +244,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_once(self) -> None:
-        home, groups, rows, self.skipped = self._home, self.param_groups, None, False
+        home, groups, rows = self._home, self.param_groups, None
+        self._tell(skipped=False)
         measures = self._measures
         # The processes that wait for this one's norm.
         others = self.process_group if measures else None
@@ -246,7 +255,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 factor, found_inf = scaler_of(self)
                 if found_inf:
                     _norm.tell_found_inf(others)
-                    self.skipped = True
+                    self._tell(skipped=True)
                     home.skipped()
                     return
                 home.scale = factor
@@ -260,7 +269,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 raise
             clip = 1.0 if measured is None else self._clip(measured)
             if clip is None:
-                self.skipped = True
+                self._tell(skipped=True)
                 home.skipped()
                 return
             factor *= clip
@@ -295,13 +304,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def _clip(self, measured: _norm.Measured) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""
         reduced = _norm.reduced(measured, self.process_group, type(self).__name__)
-        self.grad_norm = math.sqrt(reduced[0])
+        self._tell(grad_norm=math.sqrt(reduced[0]))
         skips, total = _norm.verdict(reduced, self.skip_nonfinite, lambda: measured.culprit)
         if skips:
             # Inf, if a GradScaler has found it.
-            self.grad_norm = math.sqrt(cast(float, total))
+            self._tell(grad_norm=math.sqrt(cast(float, total)))
             return None
-        return _norm.clip_factor(self.grad_norm, self.max_norm) if self.max_norm is not None else 1.0
+        return _norm.clip_factor(cast(float, self.grad_norm), self.max_norm) if self.max_norm is not None else 1.0
 
     def _put_options(self, rows: Any, factor: float) -> tuple[int, Any]:
         """Writes the options of all rows. Returns those of one of them, for the call, and the number of its group."""
@@ -447,7 +456,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 the last commit."""
         home = self._home
         step = home.alone(lambda: home.restore(self.state, directory))
-        self.payload = home.payload
+        self._tell(payload=home.payload)
         return step
 
     @of_itself

@@ -119,10 +119,6 @@ class Staged(torch.optim.Optimizer):
             memory, page-locked for parameters on a device.
         options: Further arguments of the class.
 
-    Attributes:
-        resumed_step: With `tier`, the number of the commit that the optimizer has resumed; None if it began anew.
-        payload: With `tier`, the bytes that were given to this commit.
-
     Raises:
         InvalidArgumentError: `cls` is no optimizer's class, or a tier holds the states of other parameters or of another class.
         UnsupportedError: The class needs all parameters in one step, as LBFGS does.
@@ -130,8 +126,8 @@ class Staged(torch.optim.Optimizer):
     Example:
         optimizer = spillway.torch.Staged(torch.optim.NAdam, model.parameters(), lr=1e-3, weight_decay=0.1)"""
 
-    resumed_step: int | None = None
-    payload: bytes = b""
+    _resumed_step: int | None = None
+    _payload: bytes = b""
     state: Any
     param_groups: list[dict[str, Any]]
 
@@ -164,10 +160,20 @@ class Staged(torch.optim.Optimizer):
             self._home.close()
             raise
 
+    @property
+    def resumed_step(self) -> int | None:
+        """With `tier`, the number of the commit that the optimizer has resumed; None if it began anew."""
+        return self._resumed_step
+
+    @property
+    def payload(self) -> bytes:
+        """With `tier`, the bytes that were given to this commit."""
+        return self._payload
+
     def _begin(self, home: OnTier) -> None:
         """Takes what was committed to the tier."""
-        self.resumed_step = home.tiered.resumed_step
-        self.payload = b"" if home.tiered.committed is None else home.tiered.committed.payload
+        self._resumed_step = home.tiered.resumed_step
+        self._payload = b"" if home.tiered.committed is None else home.tiered.committed.payload
         home.resume(self._take)
 
     def _take(self, chunks: list[Chunk], learned: dict[str, Any]) -> None:
@@ -479,7 +485,7 @@ class Staged(torch.optim.Optimizer):
                 the last commit."""
         found = self._on_tier("restore").restore(directory, lambda: self._flow.chunks, self._present, self._take)
         self._given.forget()
-        self.payload = found.record.payload
+        self._payload = found.record.payload
         return found.step
 
     @_alone

@@ -40,10 +40,10 @@ pub fn step_coded<R: Arithmetic>(
     let moments = tensor.take_codes();
     let coding = Coding { kernel, moments: addresses(moments), random, strip: &raw mut strip };
     if tensor.is_split() {
-        let work = CodedSplit { rule, tensor, squares, coding };
+        let work = CodedStep::<_, true> { rule, tensor, squares, coding };
         return with_split_f32_moments(dtypes, work).ok_or_else(|| no_split_kernel(dtypes));
     }
-    let work = CodedPlain { rule, tensor, squares, coding };
+    let work = CodedStep::<_, false> { rule, tensor, squares, coding };
     with_f32_moments(dtypes, work).ok_or_else(|| no_kernel(dtypes))
 }
 
@@ -70,17 +70,18 @@ fn addresses(moments: Moments<'_>) -> [(*mut u8, *mut u16); 2] {
     })
 }
 
-struct CodedPlain<'t, 'a, R> {
+/// The step of one chunk, whose master is `SPLIT` or whole.
+struct CodedStep<'t, 'a, R, const SPLIT: bool> {
     rule: R,
     tensor: &'t mut Tensor<'a>,
     squares: bool,
     coding: Coding,
 }
 
-impl<R: Arithmetic> WithTypes for CodedPlain<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for CodedStep<'_, '_, R, false> {
     type Output = f64;
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
-        let CodedPlain { rule, tensor, squares, coding } = self;
+        let CodedStep { rule, tensor, squares, coding } = self;
         let n = tensor.len();
         let op = Update::<_, _, _, _, _, true> { rule, spans: Spans::<P, S, G, C>::of(tensor) };
         // SAFETY: `with_f32_moments` chose P, G and C by the tensor's dtypes, so the addresses point to elements of these
@@ -91,20 +92,13 @@ impl<R: Arithmetic> WithTypes for CodedPlain<'_, '_, R> {
     }
 }
 
-struct CodedSplit<'t, 'a, R> {
-    rule: R,
-    tensor: &'t mut Tensor<'a>,
-    squares: bool,
-    coding: Coding,
-}
-
-impl<R: Arithmetic> WithTypes for CodedSplit<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for CodedStep<'_, '_, R, true> {
     type Output = f64;
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
-        let CodedSplit { rule, tensor, squares, coding } = self;
+        let CodedStep { rule, tensor, squares, coding } = self;
         let (n, sums) = (tensor.len(), tensor.low_sums_address());
         let split = Split::<R, S, G>::of(rule, tensor);
-        // SAFETY: as in `CodedPlain`, with `Tensor::new_split` in place of `Tensor::new`; `with_low_sums` checked that there
+        // SAFETY: as of a whole master, with `Tensor::new_split` in place of `Tensor::new`; `with_low_sums` checked that there
         // is a sum for each tile.
         unsafe {
             match sums.is_null() {

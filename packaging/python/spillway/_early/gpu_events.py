@@ -16,7 +16,7 @@ class After(NamedTuple):
     after: Event
 
 
-#: The GPUs whose events the library knows, by torch's number. None: CUDA's driver does not serve it, as with a GPU of another vendor.
+#: The GPUs that were asked for, by torch's number. None: CUDA's driver does not serve it, as with a GPU of another vendor.
 _gpus: dict[int, Gpu | None] = {}
 
 
@@ -32,11 +32,12 @@ def after(event: Any) -> After | None:
         return None
     # The classes of torch.cuda name the handle otherwise than torch.Event.
     handle = getattr(event, "cuda_event", None) or getattr(event, "event_id", 0)
-    gpu = _gpu(event.device.index)
+    gpu = opened(event.device.index)
     return None if gpu is None or not handle else After(gpu, Event(handle))
 
 
-def _gpu(ordinal: int) -> Gpu | None:
+def opened(ordinal: int) -> Gpu | None:
+    """The GPU that torch calls by this number, which is opened at the first call; None if CUDA's driver does not serve it."""
     if ordinal not in _gpus:
         try:
             found = Gpu(ordinal)

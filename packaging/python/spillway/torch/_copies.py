@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _native
-from .._early.gpu_events import After, after, is_of_gpu
+from .._early.gpu_events import After, after, is_of_gpu, opened
 from .._written import changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
@@ -107,6 +107,9 @@ class DeviceLink(HostLink):
         self._followed: set[Any] = set()
         # A build of torch for another vendor calls its devices so too, and its runtime alike.
         self._slabs = Slabs(LockedPages(CudaDriver(device))) if device.type == "cuda" else None
+        if device.type == "cuda":
+            # Before the first backward, which would wait for it.
+            opened(device.index)
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""

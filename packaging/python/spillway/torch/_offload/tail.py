@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ... import _abi, _tail_search
+from ..._early.gpu_events import opened
 from ..._held_signals import HeldSignals
 from ...errors import NoDeviceError
 from ...gpu import Gpu
@@ -107,7 +108,8 @@ def kernels_of(device: torch.device) -> TorchKernels:
         # A build of torch for another vendor calls its devices so too.
         if device.type == "cuda" and torch.version.cuda is not None:
             try:
-                made = CudaKernels(Gpu(device.index or 0))
+                # The second call raises the error of the first.
+                made = CudaKernels(opened(device.index or 0) or Gpu(device.index or 0))
             except NoDeviceError:
                 pass
         _kernels[device] = made

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, ne
+from operator import add, attrgetter, gt, ne
 from typing import Any
 
 from . import _native
 
-_version, _dtype = attrgetter("_version"), attrgetter("dtype")
+_version, _dtype, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("dtype"), attrgetter("nbytes"), attrgetter("is_cpu")
 #: Lists of one length: of each tensor one fact.
 Facts = tuple[list[Any], ...]
 
@@ -91,20 +92,24 @@ class Sums:
         tensors: Strided tensors on any device."""
 
     def __init__(self, tensors: Iterable[Any]):
-        self._own = [tensor.detach() for tensor in tensors]
+        import torch
+
+        self._own = [*tensors]
+        count = len(self._own)
         #: The places of tensors that the library cannot read where they are.
-        self._others: list[int] = []
-        addresses, sizes = list[int](), list[int]()
-        for place, own in enumerate(self._own):
-            is_read = own.is_cpu and _is_flat(own)
-            # Memory that was freed is a change, not an error: the step that follows names the tensor.
-            has_memory = is_read and own.untyped_storage().nbytes() >= own.nbytes + own.storage_offset() * own.itemsize
-            addresses.append(own.data_ptr() if has_memory else 0)
-            sizes.append(own.nbytes if has_memory else 0)
-            if not is_read:
-                self._others.append(place)
-        count = len(sizes)
-        self._data, self._bytes = (ctypes.c_void_p * count)(*addresses), (ctypes.c_uint64 * count)(*sizes)
+        self._others: list[int] = [] if _are_read(self._own) else [place for place, own in enumerate(self._own) if not _are_read([own])]
+        of, places = torch.UntypedStorage, sorted({*range(count)}.difference(self._others)) if self._others else range(count)
+        read = [self._own[place] for place in places]
+        # They keep the memory, also if a parameter gets another one by `data = ...`.
+        self._storages = [*map(torch.Tensor.untyped_storage, read)]
+        addresses, sizes = array("Q", map(torch.Tensor.data_ptr, read)), array("Q", map(_nbytes, read))
+        ends = map(add, map(of.data_ptr, self._storages), map(of.nbytes, self._storages))
+        # Memory that was freed is a change, not an error: the step that follows names the tensor.
+        for place in itertools.compress(itertools.count(), map(gt, map(add, addresses, sizes), ends)):
+            addresses[place] = sizes[place] = 0
+        if self._others:
+            addresses, sizes = (_spread(found, places, count) for found in (addresses, sizes))
+        self._data, self._bytes = (ctypes.c_void_p * count).from_buffer(addresses), (ctypes.c_uint64 * count).from_buffer(sizes)
 
     def take(self) -> list[Any]:
         """The sums now."""
@@ -125,6 +130,14 @@ class Sums:
                 if not _is_flat(own):
                     own = own.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
                 taken[place] = Sums([own]).take()[0] if own.is_cpu else _device_sum(_bytes(own))
+
+
+def _spread(found: array[int], places: Iterable[int], count: int) -> array[int]:
+    """An array of `count` numbers: those of `found` at these places, else 0."""
+    spread = array("Q", bytes(8 * count))
+    for place, one in zip(places, found):
+        spread[place] = one
+    return spread
 
 
 class Comparison:
@@ -174,6 +187,16 @@ def _device_sum(memory: Any) -> Any:
 
 def _fits(memory: Any, size: int) -> bool:
     return memory.numel() % size == 0 and memory.storage_offset() % size == 0
+
+
+def _are_read(tensors: Sequence[Any]) -> bool:
+    """True if the library can read all these tensors where they are. For many that is one pass for each property."""
+    import torch
+
+    of = torch.Tensor
+    if not all(map(_is_cpu, tensors)) or any(map(of.is_neg, tensors)) or any(map(of.is_conj, tensors)):
+        return False
+    return not any(map(of._is_zerotensor, tensors)) and (all(map(of.is_contiguous, tensors)) or all(map(is_dense, tensors)))
 
 
 def _is_flat(own: Any) -> bool:

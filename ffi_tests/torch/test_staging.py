@@ -326,6 +326,46 @@ def test_a_step_whose_copies_fail_raises_and_the_next_one_steps(small):
     optimizer.close()
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_weights_whose_copies_fail_return_when_the_program_completes_the_step(room, small):
+    """As second copies before the verdict, and after it."""
+    link, _ = late_streams.link(small, *RING)
+    small.setattr(link, "has_room", lambda size: room)
+
+    def make():
+        torch.manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(3000)) for _ in range(3)]
+        return params, spillway.torch.offload(params, lr=1e-3, overlap=True, bucket_bytes=1, max_norm=1e6)
+
+    (params, optimizer), (wanted, other) = make(), make()
+    begin, failed = _staging._Load.begin, []
+
+    def failing(load, stream):
+        if not load.copies.outward:
+            failed.append(load)
+            raise RuntimeError("no copy")
+        begin(load, stream)
+
+    for step in range(6):
+        for each, one in ((wanted, other), (params, optimizer)):
+            with small.context() as patch:
+                if step == 3 and one is optimizer:
+                    patch.setattr(_staging._Load, "begin", failing)
+                    backward(each)
+                    with pytest.raises(RuntimeError, match="no copy"):
+                        one.step()
+                else:
+                    backward(each)
+                    one.step()
+            # After the exception alone there is something to complete.
+            one.settle()
+            one.zero_grad()
+        assert all(map(torch.equal, params, wanted))
+    assert failed
+    for one in (optimizer, other):
+        one.close()
+
+
 def test_an_exception_of_a_handler_leaves_no_fence_that_never_ends(small):
     """A handler raises at the begin of each function of the package that a copy calls."""
     link, _ = late_streams.link(small, *RING)

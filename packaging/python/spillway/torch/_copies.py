@@ -42,6 +42,10 @@ class HostLink:
             return self._slabs.memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
+    def memory_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for one copy of a tensor, from torch, which keeps it for later ones."""
+        return torch.empty_like(tensor, device="cpu")
+
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""
 
@@ -113,6 +117,13 @@ class DeviceLink(HostLink):
     def staging_bytes(self) -> int:
         """Bytes of page-locked memory through which pageable memory is copied."""
         return 0 if self._slabs is None or self._slabs.ring is None else self._slabs.ring.nbytes
+
+    def memory_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for one copy of a tensor, from torch, which keeps it for later ones; if torch locks no more, as of `memory`."""
+        try:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return self.memory(tensor.shape, tensor.dtype)
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""

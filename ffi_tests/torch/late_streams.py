@@ -12,6 +12,7 @@ import time
 import torch
 
 import spillway.torch._copies
+import spillway.torch._slabs
 from spillway._early import worker
 from spillway.errors import UnsupportedError
 
@@ -146,6 +147,7 @@ def link(patch, *limits):
 
     Event.waits.clear()
     Event.place = ""
+    patch.setattr(spillway.torch._slabs, "_told", [])
     patch.setattr(torch, "Stream", Late)
     patch.setattr(torch, "_foreach_copy_", copied)
     patch.setattr(worker.Flag, "wait", waited)

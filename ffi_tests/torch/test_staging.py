@@ -127,6 +127,7 @@ def test_one_warning_tells_what_is_locked_and_what_to_change(small):
     assert start == "spillway: the system locks no more memory"
     assert ". 28672 bytes are page-locked, and further gradients, weights and states are in pageable memory: " in messages[0]
     assert "pass through 2048 page-locked bytes" in messages[0] and "as docs/states.md shows" in messages[0]
+    assert not told(lambda: type(link)(torch.device("cuda", 1)).memory((1000,), torch.float32))[1]
     link, _ = late_streams.link(small, 0)
     _, messages = told(lambda: link.memory((1000,), torch.float32))
     assert len(messages) == 1 and ". 0 bytes are page-locked" in messages[0] and "the driver stages its copies" in messages[0]

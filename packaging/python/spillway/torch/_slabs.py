@@ -37,6 +37,8 @@ _LARGE = 512 << 10
 _PART = 256
 #: Number of slabs whose last bytes later tensors may have.
 _OPEN = 8
+#: What the one warning of pageable memory has told; several links may have such memory.
+_told: list[str] = []
 
 
 class Driver(Protocol):
@@ -198,6 +200,9 @@ class Slabs:
             way = f"its copies pass through {self.ring.nbytes} page-locked bytes, which adds one copy in host memory for each"
         else:
             way = "the driver stages its copies, one after the other"
+        if _told:
+            return
+        _told.append(way)
         warnings.warn(
             f"spillway: the system locks no more memory (the driver: {self._refusal}; torch: {error}). {locked} bytes are page-locked, and "
             f"further gradients, weights and states are in pageable memory: {way}. Let the system lock more memory, or keep fewer bytes, "

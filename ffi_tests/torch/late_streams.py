@@ -11,10 +11,9 @@ import time
 
 import torch
 
-import spillway.torch._copies
-import spillway.torch._slabs
 from spillway._early import worker
 from spillway.errors import UnsupportedError
+from spillway.torch import _copies, _slabs, _staging
 
 _here = threading.local()
 
@@ -130,6 +129,14 @@ class Driver:
         return any(start <= at < start + size for start, size in [*self.live.items()])
 
 
+def make_small(patch):
+    """Makes blocks and slabs small, as the tensors of tests are."""
+    patch.setattr(_staging, "_MOST", 2048)
+    patch.setattr(_staging, "_LEAST", 256)
+    patch.setattr(_slabs, "_LEAST", 4096)
+    patch.setattr(_slabs, "_LARGE", 2048)
+
+
 def link(patch, *limits):
     """A link to a device whose driver has these limits, and torch locks nothing; and the driver. The link is that of all parameters."""
     driver, copy_all, wait = Driver(*limits), torch._foreach_copy_, worker.Flag.wait
@@ -147,16 +154,16 @@ def link(patch, *limits):
 
     Event.waits.clear()
     Event.place = ""
-    patch.setattr(spillway.torch._slabs, "_told", [])
+    patch.setattr(_slabs, "_told", [])
     patch.setattr(torch, "Stream", Late)
     patch.setattr(torch, "_foreach_copy_", copied)
     patch.setattr(worker.Flag, "wait", waited)
     patch.setattr(torch.accelerator, "current_stream", lambda device: program)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     patch.setattr(torch.Tensor, "is_pinned", lambda tensor: driver.holds(tensor))
-    patch.setattr(spillway.torch._copies, "CudaDriver", lambda device: driver)
-    patch.setattr(spillway.torch._copies, "unused_bytes", lambda device: 1 << 40)
-    made = spillway.torch._copies.DeviceLink(torch.device("cuda", 0))
+    patch.setattr(_copies, "CudaDriver", lambda device: driver)
+    patch.setattr(_copies, "unused_bytes", lambda device: 1 << 40)
+    made = _copies.DeviceLink(torch.device("cuda", 0))
     for module in ("_offload.slot", "_copies"):
         patch.setattr(f"spillway.torch.{module}.link_to", lambda param: made)
     return made, driver

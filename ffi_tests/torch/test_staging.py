@@ -20,7 +20,7 @@ from test_tier_overlap import tiered
 
 import spillway.torch
 from spillway.errors import UnsupportedError
-from spillway.torch import _slabs, _staging
+from spillway.torch import _staging
 
 KIB = 1 << 10
 #: The driver locks a ring, and no slab; it locks both.
@@ -31,10 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:spillway. the system locks no mo
 @pytest.fixture
 def small(monkeypatch):
     """Small blocks and slabs."""
-    monkeypatch.setattr(_staging, "_MOST", 2 * KIB)
-    monkeypatch.setattr(_staging, "_LEAST", 256)
-    monkeypatch.setattr(_slabs, "_LEAST", 4 * KIB)
-    monkeypatch.setattr(_slabs, "_LARGE", 2 * KIB)
+    late_streams.make_small(monkeypatch)
     return monkeypatch
 
 
@@ -125,12 +122,12 @@ def test_one_warning_tells_what_is_locked_and_what_to_change(small):
     assert len(kept) == 12 and len(messages) == 1
     start, *_ = messages[0].split(" (the driver: the limit is reached; torch: ")
     assert start == "spillway: the system locks no more memory"
-    assert ". 28672 bytes are page-locked, and further gradients, weights and states are in pageable memory: " in messages[0]
-    assert "pass through 2048 page-locked bytes" in messages[0] and "as docs/states.md shows" in messages[0]
+    assert ". 28672 bytes are page-locked, and further gradients, weights and states are pageable: " in messages[0]
+    assert "copy them through 2048 page-locked bytes" in messages[0] and "as docs/states.md shows" in messages[0]
     assert not told(lambda: type(link)(torch.device("cuda", 1)).memory((1000,), torch.float32))[1]
     link, _ = late_streams.link(small, 0)
     _, messages = told(lambda: link.memory((1000,), torch.float32))
-    assert len(messages) == 1 and ". 0 bytes are page-locked" in messages[0] and "the driver stages its copies" in messages[0]
+    assert len(messages) == 1 and ". 0 bytes are page-locked" in messages[0] and "the driver copies them" in messages[0]
 
 
 @pytest.mark.parametrize(

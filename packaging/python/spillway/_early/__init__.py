@@ -8,6 +8,7 @@ anew. So the bits are those of a step that waits.
 | Which buckets has backward completed? | `Arrivals` |
 | Has memory room for the log of a bucket's early step? | `Plan` in torch/_offload/plan.py (`_with_logs`) |
 | What was submitted, and when does it begin? | `Round` |
+| What is done by a thread beside the program, whatever its signal handlers, forks and its end? | `Worker` |
 | How is a step on a tier fetched, taken back, kept, repeated and published? | `TierStep` |
 | Are the options but for the factor of the gradients the same? | `but_factor` in _groups.py |
 | Has the program written to a tensor since? | _written.py |

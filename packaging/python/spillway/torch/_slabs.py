@@ -197,15 +197,15 @@ class Slabs:
         locked = self.bytes + self._of_torch
         self.ring, self._pageable = Ring(self._block), Slabs(Pages())
         if self.ring.blocks:
-            way = f"its copies pass through {self.ring.nbytes} page-locked bytes, which adds one copy in host memory for each"
+            way = f"offload() and optimizers on a tier copy them through {self.ring.nbytes} page-locked bytes, and others by the driver"
         else:
-            way = "the driver stages its copies, one after the other"
+            way = "the driver copies them through its own buffers, one after the other"
         if _told:
             return
         _told.append(way)
         warnings.warn(
             f"spillway: the system locks no more memory (the driver: {self._refusal}; torch: {error}). {locked} bytes are page-locked, and "
-            f"further gradients, weights and states are in pageable memory: {way}. Let the system lock more memory, or keep fewer bytes, "
+            f"further gradients, weights and states are pageable: {way}, which takes longer. Let the system lock more memory, or keep fewer bytes, "
             "as docs/states.md shows",
             stacklevel=3,
         )

@@ -196,17 +196,17 @@ class Slabs:
         """Memory is pageable from now on: torch locks no more of it."""
         locked = self.bytes + self._of_torch
         self.ring, self._pageable = Ring(self._block), Slabs(Pages())
+        if _told:
+            return
         if self.ring.blocks:
             way = f"offload() and optimizers on a tier copy them through {self.ring.nbytes} page-locked bytes, and others by the driver"
         else:
             way = "the driver copies them through its own buffers, one after the other"
-        if _told:
-            return
         _told.append(way)
         warnings.warn(
             f"spillway: the system locks no more memory (the driver: {self._refusal}; torch: {error}). {locked} bytes are page-locked, and "
-            f"further gradients, weights and states are pageable: {way}, which takes longer. Let the system lock more memory, or keep fewer bytes, "
-            "as docs/states.md shows",
+            f"further gradients, weights and states are pageable: {way}, which takes longer. Let the system lock more memory, or keep "
+            "fewer bytes, as docs/states.md shows",
             stacklevel=3,
         )
 

@@ -91,7 +91,8 @@ def _little_locked():
         stack.enter_context(mock.patch.object(torch, "empty", unlocked(empty)))
         stack.enter_context(mock.patch.object(torch, "empty_like", unlocked(like)))
         stack.enter_context(mock.patch.dict(_copies._links, clear=True))
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         yield
         if DEVICE != "cpu":
             assert all(link.staging_bytes == 1 << 20 for link in _copies._links.values())

@@ -3,12 +3,16 @@ CPU.
 
 Of 24 steps some are clipped and some have tiny gradients. Prints one line for each way and exits 1 if one differs."""
 
+import contextlib
 import sys
 import traceback
+import warnings
+from unittest import mock
 
 from machine import DEVICE, digest, size, torch_on_device, wait
 
 import spillway.torch
+from spillway.torch import _copies, _slabs
 
 torch = torch_on_device()
 STEPS, WIDTH, DEPTH, BATCH = 24, size(1024, 256, 32), size(8, 4, 3), size(64, 16, 4)
@@ -57,8 +61,41 @@ def main():
                 traceback.print_exc()
                 found = None
             failed += not _told(f"{dtype}: {name}", found, wanted)
+        for name in ("overlap", 'verdict="forward"', 'weights="flow"'):
+            with _little_locked():
+                failed += not _told(f"{dtype}: {name}, in pageable memory", _train(dtype, None, **WAYS[name]), wanted)
     print(f"{failed} failed" if failed else "all checks passed")
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _little_locked():
+    """The driver locks 256 KiB at once, and torch nothing: states are in pageable memory, and copies pass through small blocks."""
+    register, empty, like = _slabs.CudaDriver.register, torch.empty, torch.empty_like
+
+    def registered(driver, address, size):
+        if size > 256 << 10:
+            raise spillway.UnsupportedError("the limit of this test")
+        register(driver, address, size)
+
+    def unlocked(make):
+        def made(*given, pin_memory=False, **options):
+            if pin_memory:
+                raise RuntimeError("the limit of this test")
+            return make(*given, **options)
+
+        return made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_slabs.CudaDriver, "register", registered))
+        stack.enter_context(mock.patch.object(torch, "empty", unlocked(empty)))
+        stack.enter_context(mock.patch.object(torch, "empty_like", unlocked(like)))
+        stack.enter_context(mock.patch.dict(_copies._links, clear=True))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+        if DEVICE != "cpu":
+            assert all(link.staging_bytes == 1 << 20 for link in _copies._links.values())
 
 
 def _told(name, found, wanted):

@@ -7,6 +7,7 @@ import functools
 import pickle
 import random
 
+import late_streams
 import pytest
 import torch
 from offload_runs import Later
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 import spillway.torch
-from spillway.torch import Flow
+from spillway.torch import Flow, _staging
 from spillway.torch._offload import flow as flow_module
 
 WIDTH = 16
@@ -59,6 +60,9 @@ class Model(torch.nn.Module):
         return self.head(x)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:spillway. the system locks no more memory")
+
+
 def pair(seed=0, layers=5, **options):
     """Two equal models, of which the second flows."""
     torch.manual_seed(seed)
@@ -80,10 +84,21 @@ def on_device(flow):
     return sum(weight.on_device.untyped_storage().nbytes() for unit in flow.units for weight in unit.weights)
 
 
-@pytest.fixture(params=["at once", "later"])
+@pytest.fixture(params=["at once", "later", "staged"])
 def copies(request, monkeypatch):
     if request.param == "later":
         monkeypatch.setattr(flow_module, "new_link", lambda device: Later())
+    elif request.param == "staged":
+        # The system locks blocks of 2 KiB, and nothing else.
+        monkeypatch.setattr(_staging, "_MOST", 2048)
+        link, _ = late_streams.link(monkeypatch, 1 << 20, 2048)
+        monkeypatch.setattr(flow_module, "new_link", lambda device: staged(type(link)(torch.device("cuda", 0))))
+
+
+def staged(link):
+    """A link that has pageable memory."""
+    link.memory((1000,), torch.float32)
+    return link
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])

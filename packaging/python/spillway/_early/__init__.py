@@ -9,6 +9,7 @@ anew. So the bits are those of a step that waits.
 | Has memory room for the log of a bucket's early step? | `Plan` in torch/_offload/plan.py (`_with_logs`) |
 | What was submitted? Which thread waits for the gradients of a device? | `Round` |
 | For which devices does the library wait itself? | `after` in gpu_events.py |
+| What is done by a thread beside the program, whatever its signal handlers, forks and its end? | `Worker` |
 | How is a step on a tier fetched, taken back, kept, repeated and published? | `TierStep` |
 | Are the options but for the factor of the gradients the same? | `but_factor` in _groups.py |
 | Has the program written to a tensor since? | _written.py |

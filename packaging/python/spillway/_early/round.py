@@ -2,51 +2,19 @@
 thread, after the copy, so that the program does not wait for the device. Where the library waits for the device, see gpu_events.py, there
 is no thread.
 
-A signal handler of the program may raise between any two bytecodes of a method here. ThreadPoolExecutor has locks of Python, which such a
-handler can leave locked for good. Here the queue is one of C, and a wait for a lock looks again and again at what the lock stands for.
+A signal handler of the program may raise between any two bytecodes of a method here.
 
-Invariants:
-- A call is in the queue before it is among those that are waited for.
-- `_Flag.is_set` is True before its lock is released."""
+Invariant: a call is in the queue before it is among those that are waited for."""
 
 from __future__ import annotations
 
-import _thread
-import os
-import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-#: Seconds after which a wait looks again.
-_LOOK = 0.1
+from .worker import Flag, Worker
+
 _Bucket = TypeVar("_Bucket", bound=Hashable)
-
-
-class _Flag:
-    """Tells a waiting thread that something is over."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Ends the waits. Called once."""
-        self.is_set = True
-        self._lock.release()
-
-    def wait(self) -> None:
-        """Waits until it is set."""
-        while not self.wait_for(_LOOK):
-            pass
-
-    def wait_for(self, seconds: float) -> bool:
-        """Waits until it is set, and no longer than `seconds`; True if it is set."""
-        if not self.is_set and self._lock.acquire(timeout=seconds):
-            self._lock.release()
-        return self.is_set
 
 
 class _Call:
@@ -55,7 +23,7 @@ class _Call:
     def __init__(self, events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]):
         self._events, self._function, self._arguments = events, function, arguments
         self.error: BaseException | None = None
-        self.over = _Flag()
+        self.over = Flag()
 
     def run(self) -> None:
         """Waits for the events, and makes the call. Its error is kept: `is_own` would take frames of another thread for the program's."""
@@ -70,42 +38,11 @@ class _Call:
             self.over.set()
 
 
-class _Worker:
-    """A thread that makes calls in their order."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._ended, self._process = _Flag(), os.getpid()
-        _thread.start_new_thread(_serve, (self.calls, self._ended))
-        _workers.add(self)
-
-    def end(self) -> None:
-        """Ends the thread after its calls. A forked child has no such thread."""
-        if self._process == os.getpid():
-            self.calls.put(None)
-            self._ended.wait()
-
-
-def _serve(calls: SimpleQueue[_Call | None], ended: _Flag) -> None:
-    try:
-        while (call := calls.get()) is not None:
-            call.run()
-            # A thread that waits for the next call keeps nothing of this one.
-            del call
-    finally:
-        ended.set()
-
-
-_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    for worker in [*_workers]:
-        worker.end()
-
-
-# As ThreadPoolExecutor does it: before anything that a call uses is closed.
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+        # A thread that waits for the next call keeps nothing of this one.
+        del call
 
 
 class Round(Generic[_Bucket]):
@@ -116,7 +53,7 @@ class Round(Generic[_Bucket]):
         submitted: The buckets, each with a note of the caller."""
 
     def __init__(self) -> None:
-        self._worker: _Worker | None = None
+        self._worker: Worker[_Call] | None = None
         self._begun: list[_Call] = []
         # True from the begin of a forget() to its end, which a signal handler may keep it from.
         self._ending = False
@@ -137,7 +74,7 @@ class Round(Generic[_Bucket]):
         if self._ending:
             self.forget()
         if self._worker is None:
-            self._worker = _Worker()
+            self._worker = Worker(_serve)
         call = _Call(events, send, arguments)
         self._worker.calls.put(call)
         self._begun.append(call)

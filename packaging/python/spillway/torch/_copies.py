@@ -18,6 +18,7 @@ from .._early.gpu_events import After, after, is_of_gpu, opened
 from .._written import changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
+from ._staging import Fence, Staging
 from ._tensors import lasting, local, properties_of, unused_bytes
 
 
@@ -30,12 +31,21 @@ class HostLink:
     #: What host memory is cut from; None: torch's memory.
     _slabs: Slabs | None = Slabs(Pages())
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of page-locked memory through which pageable memory is copied."""
+        return 0
+
     @lasting
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for copies."""
         if self._slabs is not None:
             return self._slabs.memory(shape, dtype)
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
+
+    def memory_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for one copy of a tensor, from torch, which keeps it for later ones."""
+        return torch.empty_like(tensor, device="cpu")
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""
@@ -92,7 +102,8 @@ class HostLink:
 
 
 class DeviceLink(HostLink):
-    """Copies between a device and pinned host memory, on a stream of their own."""
+    """Copies between a device and pinned host memory, on a stream of their own. Where the system locks too little, they go through a ring
+    of page-locked blocks."""
 
     pinned = is_apart = True
 
@@ -107,9 +118,22 @@ class DeviceLink(HostLink):
         self._followed: set[Any] = set()
         # A build of torch for another vendor calls its devices so too, and its runtime alike.
         self._slabs = Slabs(LockedPages(CudaDriver(device))) if device.type == "cuda" else None
+        self._stagings: dict[Any, Staging] = {}
         if device.type == "cuda":
             # Before the first backward, which would wait for it.
             opened(device.index)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of page-locked memory through which pageable memory is copied."""
+        return 0 if self._slabs is None or self._slabs.ring is None else self._slabs.ring.nbytes
+
+    def memory_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for one copy of a tensor, from torch, which keeps it for later ones; if torch locks no more, as of `memory`."""
+        try:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return self.memory(tensor.shape, tensor.dtype)
 
     def follow(self) -> None:
         """Later copies to the host wait for the work that the caller has queued on its present stream, whatever stream they start from."""
@@ -124,10 +148,9 @@ class DeviceLink(HostLink):
         self.follow()
         while self._followed:
             self._stream.wait_stream(self._followed.pop())
-        with self._stream:
-            copy_all(hosts, tensors)
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
+        self._copy(self._stream, hosts, tensors, outward=True)
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
 
     def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor; the caller's later work on the device waits for it."""
@@ -136,7 +159,7 @@ class DeviceLink(HostLink):
     def back_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         """As `back` for each pair."""
         self._bring_all(tensors, hosts)
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+        self.wait(self.fence())
 
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor, after the caller's work on the device."""
@@ -162,33 +185,58 @@ class DeviceLink(HostLink):
         """Starts the copies of host memory to second copies, after their last use."""
         if self._placed is not None:
             self._early.wait_event(self._placed)
-        with self._early:
-            copy_all(copies, hosts)
-        return self._early.record_event()
+        self._copy(self._early, copies, hosts, outward=False)
+        return self._fence(self._early)
 
     def place_all(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], fence: Any) -> None:
         """Gives tensors the values of their second copies, on the caller's stream."""
-        stream = torch.accelerator.current_stream(self._device)
-        stream.wait_event(fence)
+        self.wait(fence)
         copy_all(tensors, copies)
-        self._placed = stream.record_event()
+        self._placed = torch.accelerator.current_stream(self._device).record_event()
 
     def _bring_all(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            copy_all(tensors, hosts)
+        self._copy(self._stream, tensors, hosts, outward=False)
 
     def release(self) -> None:
         """Makes the caller's later work on the device wait for the copies that were started before."""
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+        self.wait(self.fence())
 
     def fence(self) -> Any:
-        """An event of the stream."""
-        return self._stream.record_event()
+        """What the copies that were started before are awaited by."""
+        return self._fence(self._stream)
 
     def wait(self, fence: Any) -> None:
-        """Makes the caller's later work on the device wait for the copies of a fence."""
-        torch.accelerator.current_stream(self._device).wait_event(fence)
+        """Makes the caller's later work on the device wait for the copies of a fence. The caller waits until the device has those that
+        are staged."""
+        stream = torch.accelerator.current_stream(self._device)
+        if isinstance(fence, Fence):
+            fence.join(stream)
+        else:
+            stream.wait_event(fence)
+
+    def _copy(self, stream: Any, to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], outward: bool) -> None:
+        staging = self._staging(stream)
+        if staging is not None:
+            staging.start(to, sources, outward)
+            return
+        with stream:
+            copy_all(to, sources)
+
+    def _fence(self, stream: Any) -> Any:
+        staging = self._staging(stream)
+        staged = None if staging is None else staging.fence()
+        return stream.record_event() if staged is None else staged
+
+    def _staging(self, stream: Any) -> Staging | None:
+        """What stages the copies on one of the streams; None: nothing is pageable, or no thread can copy any more."""
+        if self._slabs is None or (ring := self._slabs.ring) is None:
+            return None
+        if stream not in self._stagings:
+            # Half of the blocks each: second copies must not wait for copies to the host, and so for backward.
+            self._stagings[stream] = Staging(stream, ring.blocks[int(stream is self._early) :: 2])
+        staging = self._stagings[stream]
+        return staging if staging.serves else None
 
     def after(self, fences: Sequence[Any]) -> After | None:
         """The moment at which the copies of these fences are done; None if the library cannot wait for it."""
@@ -348,6 +396,10 @@ class Gradients:
     def nbytes(self) -> int:
         """Bytes of the copies."""
         return sum(memory.nbytes for memory in self._memory.values())
+
+    def staging_bytes(self) -> int:
+        """Bytes of the page-locked memory through which pageable copies pass."""
+        return sum(link.staging_bytes for link in {link_to(param) for param in self._params})
 
     def forget(self) -> None:
         """The library uses no gradient any more."""

@@ -17,6 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 
 from .. import _pinned, topo
 from ..errors import UnsupportedError
+from ._staging import Ring
 
 #: Tensors begin at multiples of this: a cache line.
 _ALIGNMENT = 64
@@ -35,6 +37,8 @@ _LARGE = 512 << 10
 _PART = 256
 #: Number of slabs whose last bytes later tensors may have.
 _OPEN = 8
+#: What the one warning of pageable memory has told; several links may have such memory.
+_told: list[str] = []
 
 
 class Driver(Protocol):
@@ -141,9 +145,13 @@ class Slabs:
         self._numbers = itertools.count()
         # For each thread the slabs that have bytes left, and the first one of these; the newest slab is the last.
         self._mine = threading.local()
-        self._refused = False
+        #: Why the driver locks no more memory of the library, and the bytes that torch has locked in its place.
+        self._refusal: str | None = None
+        self._of_torch = 0
         # Memory in place of that which torch cannot lock; None: it could so far.
         self._pageable: Slabs | None = None
+        #: The blocks through which pageable memory is copied; None: no memory is pageable.
+        self.ring: Ring | None = None
 
     @property
     def bytes(self) -> int:
@@ -157,34 +165,59 @@ class Slabs:
         size = elements * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if self._refused:
-            return self._of_torch(shape, dtype)
-        try:
-            slab, start = self._place(size)
-        except UnsupportedError as error:
-            self._refused = True
-            warnings.warn(
-                f"spillway: the driver locks no memory of the library ({error}), so page-locked memory comes from torch, which rounds each "
-                "tensor up to a power of two",
-                stacklevel=2,
-            )
-            return self.memory(shape, dtype)
-        return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
-
-    def _of_torch(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """torch's page-locked memory; pageable memory from the first time on that it locks none."""
+        if self._refusal is None:
+            try:
+                slab, start = self._place(size)
+            except UnsupportedError as error:
+                self._refusal = str(error)
+            else:
+                return torch.frombuffer(slab, dtype=dtype, count=elements, offset=start).view(shape)
         if self._pageable is None:
             try:
-                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+                return self._from_torch(shape, dtype)
             except RuntimeError as error:
-                self._pageable = Slabs(Pages())
-                warnings.warn(
-                    f"spillway: torch locks no more memory either ({error}), so further host memory is pageable: the device copies it "
-                    "through the driver's buffers, and the program waits for each copy. Let the system lock more memory, or keep fewer "
-                    "bytes, as docs/states.md shows",
-                    stacklevel=2,
-                )
+                self._use_pageable(error)
+        assert self._pageable is not None
         return self._pageable.memory(shape, dtype)
+
+    def _from_torch(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """torch's page-locked memory."""
+        found = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        if not self._of_torch:
+            warnings.warn(
+                f"spillway: the driver locks no memory of the library ({self._refusal}), so page-locked memory comes from torch, which "
+                "rounds each tensor up to a power of two",
+                stacklevel=3,
+            )
+        self._of_torch += found.nbytes
+        return found
+
+    def _use_pageable(self, error: RuntimeError) -> None:
+        """Memory is pageable from now on: torch locks no more of it."""
+        locked = self.bytes + self._of_torch
+        self.ring, self._pageable = Ring(self._block), Slabs(Pages())
+        if _told:
+            return
+        if self.ring.blocks:
+            way = f"offload() and optimizers on a tier copy them through {self.ring.nbytes} page-locked bytes, and others by the driver"
+        else:
+            way = "the driver copies them through its own buffers, one after the other"
+        _told.append(way)
+        warnings.warn(
+            f"spillway: the system locks no more memory (the driver: {self._refusal}; torch: {error}). {locked} bytes are page-locked, and "
+            f"further gradients, weights and states are pageable: {way}, which takes longer. Let the system lock more memory, or keep "
+            "fewer bytes, as docs/states.md shows",
+            stacklevel=3,
+        )
+
+    def _block(self, size: int) -> torch.Tensor:
+        """Page-locked bytes. Raises UnsupportedError if neither the driver nor torch locks so many."""
+        with suppress(UnsupportedError):
+            return torch.frombuffer(self._make(size), dtype=torch.uint8)
+        try:
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise UnsupportedError(str(error)) from error
 
     def _place(self, size: int) -> tuple[Any, int]:
         left: list[tuple[Callable[[], Any], int]] = getattr(self._mine, "left", [])

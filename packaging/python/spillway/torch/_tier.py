@@ -34,6 +34,7 @@ from ._given import Given
 from ._home import ByTorch, Call, Home
 from ._layout import Piece
 from ._offload.memory import Memory as MemoryBytes
+from ._offload.memory import staging
 from ._states import LOW, MASTER, MOMENTS, Precision, check_not_split, check_steps
 from ._tensors import apart, has_memory, like, local
 from ._tier_split import SplitStates, low_of_numbers
@@ -110,7 +111,8 @@ class TierHome(Home):
     def memory(self, states: Any) -> MemoryBytes:
         """As of the base."""
         on_tier = self.on_tier
-        return MemoryBytes({"buffers": on_tier.tiered.swap.budget.host_bytes, "copies": on_tier.copied_bytes()}, {})
+        ring = staging(on_tier.gradients.staging_bytes())
+        return MemoryBytes({"buffers": on_tier.tiered.swap.budget.host_bytes, "copies": on_tier.copied_bytes(), **ring}, {})
 
     def check_undo(self) -> None:
         """As of the base."""

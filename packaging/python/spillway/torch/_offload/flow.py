@@ -250,7 +250,7 @@ class Flow:
         if grad.layout is not torch.strided:
             self._leaving.append((None, weight, grad.cpu()))
         else:
-            target = torch.empty_like(grad, device="cpu", pin_memory=self._down.pinned)
+            target = self._down.memory_like(grad)
             self._down.out(target, grad)
             self._leaving.append((self._down.fence(), weight, target))
         self._deliver(wait=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,8 @@ class Memory(NamedTuple):
     """Bytes by kind, without the log of a step that has no verdict, and without parameters and their gradients on a device.
 
     Attributes:
-        host: "gradients", "weights", "moments", "masters"; with a tier "buffers" of states, and "copies" of gradients and weights.
+        host: "gradients", "weights", "moments", "masters"; with a tier "buffers" of states, and "copies" of gradients and weights; if some
+            of these are pageable "staging", the page-locked blocks through which a device copies them.
         device: "moments" and "masters", with offload() those of the tail; "second copies" of weights."""
 
     host: dict[str, int]
@@ -73,7 +74,7 @@ def of_states(states: Iterable[dict[str, Any]]) -> Memory:
     return Memory(host, device)
 
 
-def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
+def present(slots: Collection[Slot], seconds: Iterable[Any]) -> Memory:
     """The memory of these parameters, and of second copies."""
     host, device = dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS[2:], 0)
     for slot in slots:
@@ -84,7 +85,13 @@ def present(slots: Iterable[Slot], seconds: Iterable[Any]) -> Memory:
             if name != "step":
                 where = host if part.is_cpu else device
                 where[kind_of(name)] += part.nbytes
+    host.update(staging(sum(link.staging_bytes for link in {slot.link for slot in slots})))
     return Memory(host, {"second copies": sum(second.nbytes() for second in seconds), **device})
+
+
+def staging(size: int) -> dict[str, int]:
+    """The entry of blocks of so many bytes, through which pageable memory is copied; none without blocks."""
+    return {"staging": size} if size else {}
 
 
 def _size(size: int) -> str:

@@ -357,7 +357,16 @@ class Plan:
                     engine.speculation.resolve((verdict.skips, verdict.total))
 
     def publish(self) -> None:
-        """Gives the parameters their weights, bucket by bucket as they become final."""
+        """Gives the parameters their weights, bucket by bucket as they become final. May be repeated after an exception."""
+        try:
+            self._publish()
+        except BaseException:
+            # A second copy may have failed, and would fail again. The weights then come from the host.
+            for bucket in self.buckets:
+                bucket.second.forget()
+            raise
+
+    def _publish(self) -> None:
         # Those of the tail first: a device steps them while the host waits for the others.
         places: dict[Bucket, list[int]] = {}
         stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)

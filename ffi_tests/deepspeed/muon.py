@@ -1,7 +1,7 @@
 """Trains a small model under ZeRO with DeepSpeed's Muon: matrices by Muon, embedding, head and vectors by its auxiliary Adam.
 
-Only the report at its end mentions Spillway. The matrices and the embedding have at least 1 MiB in each of two ranks: DeepSpeed's swapper keeps
-smaller sub-groups in memory, such as the third of one rank."""
+Only the report at its end mentions Spillway. The matrices and the embedding have at least 1 MiB in each of two ranks. DeepSpeed's swapper
+keeps smaller sub-groups in memory, such as that of the vectors and the head of one rank."""
 
 import argparse
 import json
@@ -28,6 +28,10 @@ def main():
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config(options))
     if options.load:
         assert engine.load_checkpoint(options.load)[0], f"{options.load} has no checkpoint"
+    if options.again:
+        engine.save_checkpoint(options.again)
+        run(engine, options, torch)
+        engine.load_checkpoint(options.again)
     losses = run(engine, options, torch)
     report = {
         "steps": engine.global_steps,
@@ -111,6 +115,7 @@ def arguments():
     parser.add_argument("--block", help="the spillway block, as JSON")
     parser.add_argument("--zero", default="{}", help="further keys of zero_optimization, as JSON")
     parser.add_argument("--clip", type=float, default=0.5)
+    parser.add_argument("--again", help="trains, loads the checkpoint of the beginning from here, and trains again")
     for name in ("save", "load", "json"):
         parser.add_argument(f"--{name}")
     for name, value in (("steps", 4), ("save_at", 2), ("accumulate", 2)):

@@ -13,6 +13,7 @@ SCRIPT = pathlib.Path(__file__).parent / "muon.py"
 IN_MEMORY = ["--zero", '{"save_muon_momentum_buffer_in_memory": true}']
 #: The stage, the ranks, whether the states are in files, and further arguments.
 RUNS = {
+    "ZeRO-1": (1, 1, False, []),
     "ZeRO-2": (2, 1, False, []),
     "ZeRO-2, two ranks": (2, 2, False, []),
     "ZeRO-3, two ranks": (3, 2, False, []),
@@ -89,7 +90,11 @@ def test_deepspeed_alone_has_these_bits_with_states_in_files(native_starter, dee
 @pytest.mark.parametrize(
     "in_files, block, words",
     [
-        (True, {"split_master": True}, 'the optimizer is MuonWithAuxAdam; DeepSpeedCPUAdam on Spillway\'s op is needed; set "enabled": false'),
+        (
+            True,
+            {"split_master": True},
+            'the optimizer is MuonWithAuxAdam; DeepSpeedCPUAdam on Spillway\'s op is needed; set "enabled": false',
+        ),
         (False, {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}, "the optimizer is MuonWithAuxAdam"),
     ],
     ids=["tier", "interleave"],
@@ -100,7 +105,15 @@ def test_a_part_that_cannot_step_muon_is_an_error(with_spillway, tmp_path, in_fi
     assert done.returncode != 0 and words in done.stderr, done.stderr[-4000:]
 
 
+def test_a_load_into_a_running_engine_has_nothing_of_the_steps_before(with_spillway, deepspeed_alone, tmp_path):
+    """The checkpoint is of no step: moments and step numbers begin again."""
+    arguments = ["--stage", 3, "--nvme", tmp_path / "states", "--again", tmp_path / "saved"]
+    assert with_spillway(*arguments)["sha256"] == deepspeed_alone(3, 1)["sha256"]
+
+
 def test_states_of_host_memory_do_not_load_into_files(with_spillway, tmp_path):
     with_spillway("--stage", 3, "--save", tmp_path / "saved", "--steps", 2)
     done, _ = with_spillway("--stage", 3, "--nvme", tmp_path / "states", "--load", tmp_path / "saved", how=attempt)
-    assert done.returncode != 0 and 'Load it with "offload_optimizer": {"device": "cpu"}; nothing was loaded' in done.stderr, done.stderr[-4000:]
+    assert done.returncode != 0 and 'Load it with "offload_optimizer": {"device": "cpu"}; nothing was loaded' in done.stderr, done.stderr[
+        -4000:
+    ]

@@ -77,7 +77,7 @@ def _load_checkpoint(own, engine, *arguments, **named):
     try:
         found = own(engine, *arguments, **named)
         if swapper is None and found[0]:
-            _complete_muon(engine, os.path.dirname(found[0]), inspect.signature(own).bind(engine, *arguments, **named))
+            _complete_muon(engine, os.path.dirname(found[0]), lambda: inspect.signature(own).bind(engine, *arguments, **named))
     except BaseException:
         if swapper is not None:
             _go_back(engine, swapper)
@@ -94,10 +94,12 @@ def _load_checkpoint(own, engine, *arguments, **named):
 
 
 def _complete_muon(engine, folder, given):
-    """Restores what DeepSpeed's own swapper has not loaded of a checkpoint with Muon."""
-    given.apply_defaults()
-    with_states = given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"]
-    if with_states and _muon.is_muon(engine.optimizer) and engine.zero_nvme_offload_optimizer():
+    """Restores what DeepSpeed's own swapper has not loaded of a checkpoint with Muon; `given()` are the arguments of the load."""
+    if not _muon.is_muon(engine.optimizer) or not engine.zero_nvme_offload_optimizer() or engine.load_universal_checkpoint():
+        return
+    bound = given()
+    bound.apply_defaults()
+    if bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]:
         with _by_pages(engine):
             _muon.restore(engine, folder, _muon.saved_by(engine, folder))
 

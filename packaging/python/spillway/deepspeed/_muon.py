@@ -1,8 +1,8 @@
 """Restores what DeepSpeed's ZeRO-3 omits when it loads a checkpoint of a run with Muon.
 
-With states in files, DeepSpeed copies the swap files and does not read the optimizer's file. A new process then has neither Adam's step numbers
-nor its moments, nor the states of sub-groups that are too small for a file. With `save_muon_momentum_buffer_in_memory` the momentum stays
-zero, for states in host memory as well. In either case training continues with other weights, without an error."""
+With states in files, DeepSpeed copies the swap files and does not read the optimizer's file. A new process then has neither Adam's step
+numbers nor its moments, nor the states of sub-groups that are too small for a file. With `save_muon_momentum_buffer_in_memory` the momentum
+stays zero, for states in host memory as well. In either case training continues with other weights, without an error."""
 
 import os
 
@@ -25,8 +25,8 @@ def relink(stage3):
 
 
 def restore(engine, folder, saved):
-    """Gives the sub-groups of an optimizer on DeepSpeed's own swapper all that a checkpoint has: `folder` is its directory, `saved` stage 3's
-    part of it."""
+    """Gives the sub-groups of an optimizer on DeepSpeed's own swapper all that a checkpoint has. `folder` is its directory, and `saved`
+    stage 3's part of it."""
     stage3 = engine.optimizer
     stage3.loss_scaler, stage3.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
     stage3.overflow = saved["overflow"]
@@ -48,6 +48,9 @@ def _give(stage3, index, master, state):
         stage3._optimizer_states_and_gradient_swap_in(index)
     own.data.copy_(master)
     held = stage3.optimizer.state[own]
+    # A checkpoint before the first step has no moments.
+    for name in held.keys() - state.keys():
+        held[name] = held[name].zero_() if isinstance(held[name], torch.Tensor) else 0
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and name in held:
             held[name].data.copy_(value)

@@ -23,8 +23,8 @@ def of_rank(engine, folder):
 
 
 def taken_over(stage3, elements, files, masters, states, order):
-    """Masters and states of a checkpoint, with those of the swap files in the directory `files` mapped into memory; the same ones if none is
-    in a file. `elements` are those of each sub-group.
+    """Masters and states of a checkpoint, with those of the swap files in the directory `files` mapped into memory; the same ones if none
+    is in a file. `elements` has the number of each sub-group.
 
     Raises:
         InvalidArgumentError: A file is missing or too short.

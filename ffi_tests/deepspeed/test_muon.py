@@ -87,21 +87,22 @@ def test_deepspeed_alone_has_these_bits_with_states_in_files(native_starter, dee
     assert in_files["sha256"] == deepspeed_alone(3, 1)["sha256"]
 
 
-@pytest.mark.parametrize(
-    "in_files, block, words",
-    [
-        (
-            True,
-            {"split_master": True},
-            'the optimizer is MuonWithAuxAdam; DeepSpeedCPUAdam on Spillway\'s op is needed; set "enabled": false',
-        ),
-        (False, {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}, "the optimizer is MuonWithAuxAdam"),
-    ],
-    ids=["tier", "interleave"],
-)
-def test_a_part_that_cannot_step_muon_is_an_error(with_spillway, tmp_path, in_files, block, words):
-    where = ["--nvme", tmp_path / "states"] if in_files else []
-    done, _ = with_spillway("--stage", 3, *where, "--block", json.dumps(block), how=attempt)
+NO_ADAM = "the optimizer is MuonWithAuxAdam; DeepSpeedCPUAdam on Spillway's op is needed"
+REFUSED = {
+    "tier": (["--nvme", "states", "--block", '{"split_master": true}'], f'{NO_ADAM}; set "enabled": false'),
+    "interleave": (["--block", '{"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}'], NO_ADAM),
+    "superoffload": (
+        ["--zero", '{"offload_optimizer": {"device": "cpu", "super_offload": true}}'],
+        'take "super_offload" out of offload_optimizer',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_cannot_step_muon_is_an_error(with_spillway, tmp_path, name):
+    arguments, words = REFUSED[name]
+    arguments = [tmp_path / "states" if argument == "states" else argument for argument in arguments]
+    done, _ = with_spillway("--stage", 3, *arguments, how=attempt)
     assert done.returncode != 0 and words in done.stderr, done.stderr[-4000:]
 
 

@@ -37,6 +37,7 @@ def _init(own, engine, *arguments, **named):
 
 def _do_sanity_check(own, engine):
     own(engine)
+    _muon.refuse_superoffload(engine)
     _refuse_what_is_not_served(engine)
 
 

@@ -8,7 +8,18 @@ import os
 
 import torch
 
+from ..errors import InvalidArgumentError
 from . import _stage3, _swap_files
+
+
+def refuse_superoffload(engine):
+    """Raises InvalidArgumentError for Muon with SuperOffload, where DeepSpeed ends with KeyError: 'betas'."""
+    offload = engine._config.zero_config.offload_optimizer
+    if engine.optimizer_name() == "muon" and getattr(offload, "super_offload", False):
+        raise InvalidArgumentError(
+            'the optimizer is Muon, and SuperOffload steps every parameter by Adam; take "super_offload" out of offload_optimizer, or use '
+            "AdamW"
+        )
 
 
 def is_muon(stage3):

@@ -3,13 +3,14 @@ does not serve. Without states on a tier each of them does what DeepSpeed's meth
 
 import contextlib
 import functools
+import inspect
 import os
 import time
 
 from .. import _ranks
 from .._live.publisher import Figures
 from ..errors import InvalidArgumentError
-from . import _checkpoints, _lifetime, _stage3_methods, _swap_files, _versions
+from . import _checkpoints, _lifetime, _muon, _stage3_methods, _swap_files, _versions
 from ._engine_state import commit, groups, restore
 
 _FIGURES = "_spillway_figures"
@@ -36,6 +37,7 @@ def _init(own, engine, *arguments, **named):
 
 def _do_sanity_check(own, engine):
     own(engine)
+    _muon.refuse_superoffload(engine)
     _refuse_what_is_not_served(engine)
 
 
@@ -75,6 +77,8 @@ def _load_checkpoint(own, engine, *arguments, **named):
         swapper.tiered.finish()
     try:
         found = own(engine, *arguments, **named)
+        if swapper is None and found[0]:
+            _complete_muon(engine, os.path.dirname(found[0]), lambda: inspect.signature(own).bind(engine, *arguments, **named))
     except BaseException:
         if swapper is not None:
             _go_back(engine, swapper)
@@ -88,6 +92,17 @@ def _load_checkpoint(own, engine, *arguments, **named):
         if found[0] and swapper.tiered.committed_step != engine.global_steps:
             commit(engine)
     return found
+
+
+def _complete_muon(engine, folder, given):
+    """Restores what DeepSpeed's own swapper has not loaded of a checkpoint with Muon; `given()` are the arguments of the load."""
+    if not _muon.is_muon(engine.optimizer) or not engine.zero_nvme_offload_optimizer() or engine.load_universal_checkpoint():
+        return
+    bound = given()
+    bound.apply_defaults()
+    if bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]:
+        with _by_pages(engine):
+            _muon.restore(engine, folder, _muon.saved_by(engine, folder))
 
 
 def _load_files(
@@ -109,7 +124,7 @@ def _load_files(
         # Without the states, DeepSpeed would look for the masters in the optimizer's file.
         load_optimizer_states = load_optimizer_states or swapper.found is not None
     if swapper is None and engine.zero_nvme_offload_optimizer():
-        _check_swap_files(os.path.join(load_dir, str(tag)))
+        _check_swap_files(engine, os.path.join(load_dir, str(tag)))
     return own(
         engine,
         load_dir,
@@ -122,12 +137,13 @@ def _load_files(
     )
 
 
-def _check_swap_files(folder):
+def _check_swap_files(engine, folder):
     """Raises InvalidArgumentError if DeepSpeed's NVMe swapper has nothing to load from a checkpoint."""
     if os.path.isdir(folder) and not os.path.isdir(os.path.join(folder, _swap_files.FOLDER)):
+        on_tier = "" if _muon.is_muon(engine.optimizer) else ', or on a tier: take "enabled": false out of the block'
         raise InvalidArgumentError(
             f"{folder} has no swap files, which DeepSpeed's NVMe swapper loads: it was saved with states on a tier, or in host memory. "
-            'Load it with "offload_optimizer": {"device": "cpu"}, or on a tier: take "enabled": false out of the block; nothing was loaded'
+            f'Load it with "offload_optimizer": {{"device": "cpu"}}{on_tier}; nothing was loaded'
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from .. import _abi
 from .._early import arrivals
 from .._groups import put_numbers
+from ..errors import InvalidArgumentError
 
 
 class Update(Protocol):
@@ -197,3 +198,30 @@ def _master_dtype(stage3):
     if hasattr(stage3, "master_weights_and_grads_dtype"):
         return stage3.master_weights_and_grads_dtype
     return torch.float16 if getattr(stage3, "fp16_master_weights_and_gradients", False) else torch.float32
+
+
+def order(stage3):
+    """The sub-groups in the order of the optimizer's state dict: by parameter group."""
+    groups = stage3.sub_group_to_group_id
+    return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
+
+
+def check_masters(elements, masters, order):
+    """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe
+    swapper has empty ones where its swap files are missing."""
+    if len(masters) != len(order):
+        raise InvalidArgumentError(
+            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
+            "number of ranks of the run that saved it"
+        )
+    if any(elements[index] and not master.numel() for index, master in zip(order, masters)):
+        raise InvalidArgumentError(
+            "the checkpoint was saved with DeepSpeed's own NVMe swapper, and its directory has no copies of the swap files, which belong "
+            "below offloaded_tensors; copy them there, or load another tag"
+        )
+    found, wanted = [master.numel() for master in masters], [elements[index] for index in order]
+    if found != wanted:
+        raise InvalidArgumentError(
+            f"the checkpoint has sub-groups of {found} elements, this run of {wanted}; use the model, the sub_group_size and the number "
+            "of ranks of the run that saved it"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
-from . import _checkpoints, _lifetime, _stage3, _swap_files, _versions
+from . import _checkpoints, _lifetime, _muon, _stage3, _swap_files, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -239,14 +239,18 @@ def _checkpointing(stage3):
                     "the checkpoint's optimizer states are a snapshot of a tier, and this run has none; load it in a run with states on a "
                     "tier, and save it there without snapshot_checkpoints"
                 )
-            return own_load(self, state_dict, load_optimizer_states)
+            found = own_load(self, state_dict, load_optimizer_states)
+            if load_optimizer_states and _muon.is_muon(self):
+                _muon.relink(self)
+            return found
         masters, states = None, None
         if not in_snapshot:
             saved_states = state_dict["optimizer_state_dict"]["state"] if load_optimizer_states else {}
 
             def checked():
-                found = _swap_files.taken_over(self, swapper, state_dict["fp32_flat_groups"], saved_states, _order(self))
-                _check_masters(swapper, found[0], _order(self))
+                order, masters = _stage3.order(self), state_dict["fp32_flat_groups"]
+                found = _swap_files.taken_over(self, swapper.elements, swapper.swap_files, masters, saved_states, order)
+                _stage3.check_masters(swapper.elements, found[0], order)
                 return found
 
             # What one rank lacks is an error of all, before any has changed a state.
@@ -258,7 +262,7 @@ def _checkpointing(stage3):
             group.update({name: value for name, value in before.items() if name != "params"})
 
         def take():
-            _take_over(swapper, masters, states, _order(self))
+            _take_over(swapper, masters, states, _stage3.order(self))
             swapper.publish_all()
 
         if in_snapshot:
@@ -292,33 +296,6 @@ def _checkpointing(stage3):
         "_restore_from_bit16_weights": restore_from_bit16_weights,
         "_load_universal_checkpoint": load_universal_checkpoint,
     }
-
-
-def _order(stage3):
-    """The sub-groups in the order of the optimizer's state dict: by parameter group."""
-    groups = stage3.sub_group_to_group_id
-    return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
-
-
-def _check_masters(swapper, masters, order):
-    """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe
-    swapper has empty ones where its swap files are missing."""
-    if len(masters) != len(order):
-        raise InvalidArgumentError(
-            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
-            "number of ranks of the run that saved it"
-        )
-    if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
-        raise InvalidArgumentError(
-            "the checkpoint was saved with DeepSpeed's own NVMe swapper, and its directory has no copies of the swap files, which belong "
-            "below offloaded_tensors; copy them there, or load another tag"
-        )
-    found, wanted = [master.numel() for master in masters], [swapper.elements[index] for index in order]
-    if found != wanted:
-        raise InvalidArgumentError(
-            f"the checkpoint has sub-groups of {found} elements, this run of {wanted}; use the model, the sub_group_size and the number "
-            "of ranks of the run that saved it"
-        )
 
 
 def _take_over(swapper, masters, states, order):

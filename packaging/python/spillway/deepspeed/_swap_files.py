@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed's own NVMe swapper, whose optimizer states are copies of its swap files. A run on a tier takes them over.
 
-Below `TAG/offloaded_tensors/rankN` a sub-group has the files `ID.tensor.swp`, `exp_avg-ID.tensor.swp` and `exp_avg_sq-ID.tensor.swp`, where
-ID names its first and last parameter. A file has the float32 values, and bytes up to the swapper's alignment. The checkpoint itself has
-empty tensors in their place; small sub-groups are not swapped, and are in it."""
+Below `TAG/offloaded_tensors/rankN` a sub-group has the files `ID.tensor.swp`, `exp_avg-ID.tensor.swp` and `exp_avg_sq-ID.tensor.swp`, or
+with Muon `momentum_buffer-ID.tensor.swp`, where ID names its first and last parameter. A file has the float32 values, and bytes up to the
+swapper's alignment. The checkpoint itself has empty tensors in their place; small sub-groups are not swapped, and are in it."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import re
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..swap import STATES
 
 FOLDER = "offloaded_tensors"
 #: The file of the masters of a sub-group.
@@ -23,26 +22,27 @@ def of_rank(engine, folder):
     return os.path.join(folder, FOLDER, f"rank{rank:0>2d}")
 
 
-def taken_over(stage3, swapper, masters, states, order):
-    """Masters and states of a checkpoint, with those of swap files mapped into memory; the same ones if none is in a file.
+def taken_over(stage3, elements, files, masters, states, order):
+    """Masters and states of a checkpoint, with those of the swap files in the directory `files` mapped into memory; the same ones if none
+    is in a file. `elements` has the number of each sub-group.
 
     Raises:
         InvalidArgumentError: A file is missing or too short.
         UnsupportedError: The swap files have masters of 16 bits."""
-    swapped = [place for place, index in enumerate(order) if swapper.elements[index] and not masters[place].numel()]
-    if not swapped or swapper.swap_files is None or not os.path.isdir(swapper.swap_files):
+    swapped = [place for place, index in enumerate(order) if elements[index] and not masters[place].numel()]
+    if not swapped or files is None or not os.path.isdir(files):
         return masters, states
     if getattr(stage3, "fp16_master_weights_and_gradients", False):
         raise UnsupportedError("swap files with 16-bit masters are not read; save the checkpoint with float32 masters")
     masters, states = [*masters], dict(states)
-    names = _names(swapper.swap_files, {place: stage3.fp16_partitioned_groups_flat_id[order[place]] for place in swapped})
+    names = _names(files, {place: stage3.fp16_partitioned_groups_flat_id[order[place]] for place in swapped})
     for place, name in names.items():
-        count = swapper.elements[order[place]]
-        masters[place] = _values(swapper.swap_files, name, count)
+        count = elements[order[place]]
+        masters[place] = _values(files, name, count)
         state = states[place] = dict(states.get(place, {}))
-        for moment in STATES[1:]:
-            if isinstance(value := state.get(moment), torch.Tensor) and not value.numel():
-                state[moment] = _values(swapper.swap_files, f"{moment}-{name}", count)
+        for moment, value in state.items():
+            if isinstance(value, torch.Tensor) and not value.numel():
+                state[moment] = _values(files, f"{moment}-{name}", count)
     return masters, states
 
 

@@ -78,7 +78,7 @@ def _load_checkpoint(own, engine, *arguments, **named):
     try:
         found = own(engine, *arguments, **named)
         if swapper is None and found[0]:
-            _complete_muon(engine, os.path.dirname(found[0]), lambda: inspect.signature(own).bind(engine, *arguments, **named))
+            _complete(engine, os.path.dirname(found[0]), lambda: inspect.signature(own).bind(engine, *arguments, **named))
     except BaseException:
         if swapper is not None:
             _go_back(engine, swapper)
@@ -94,15 +94,17 @@ def _load_checkpoint(own, engine, *arguments, **named):
     return found
 
 
-def _complete_muon(engine, folder, given):
-    """Restores what DeepSpeed's own swapper has not loaded of a checkpoint with Muon; `given()` are the arguments of the load."""
-    if not _muon.is_muon(engine.optimizer) or not engine.zero_nvme_offload_optimizer() or engine.load_universal_checkpoint():
+def _complete(engine, folder, given):
+    """Restores what DeepSpeed's own swapper has not loaded of a checkpoint; `given()` are the arguments of the load."""
+    # Versions before 0.16.9 write no single sub-group back.
+    swaps = engine.zero_nvme_offload_optimizer() and hasattr(engine.optimizer, "_writeback_swap_state")
+    if not swaps or engine.load_universal_checkpoint():
         return
     bound = given()
     bound.apply_defaults()
     if bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]:
         with _by_pages(engine):
-            _muon.restore(engine, folder, _muon.saved_by(engine, folder))
+            _swap_files.restore(engine, folder, _swap_files.saved_by(engine, folder))
 
 
 def _load_files(

@@ -2,7 +2,11 @@
 
 Below `TAG/offloaded_tensors/rankN` a sub-group has the files `ID.tensor.swp`, `exp_avg-ID.tensor.swp` and `exp_avg_sq-ID.tensor.swp`, or
 with Muon `momentum_buffer-ID.tensor.swp`, where ID names its first and last parameter. A file has the float32 values, and bytes up to the
-swapper's alignment. The checkpoint itself has empty tensors in their place; small sub-groups are not swapped, and are in it."""
+swapper's alignment. The checkpoint itself has empty tensors in their place; small sub-groups are not swapped, and are in it.
+
+When DeepSpeed's own swapper loads a checkpoint, it copies these files and does not read the checkpoint itself. A new process then lacks
+Adam's step numbers and moments, and the states of small sub-groups: training continues with other weights, without an error. `restore`
+gives it all."""
 
 import os
 import re
@@ -10,6 +14,7 @@ import re
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from . import _stage3
 
 FOLDER = "offloaded_tensors"
 #: The file of the masters of a sub-group.
@@ -70,3 +75,46 @@ def _values(folder, name, count):
             "model, sub_group_size or number of ranks; load another tag"
         )
     return torch.from_file(file, shared=False, size=count, dtype=torch.float32)
+
+
+def restore(engine, folder, saved):
+    """Gives the sub-groups of an optimizer on DeepSpeed's own swapper all that a checkpoint has. `folder` is its directory, and `saved`
+    stage 3's part of it."""
+    stage3 = engine.optimizer
+    stage3.loss_scaler, stage3.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
+    stage3.overflow = saved["overflow"]
+    of_optimizer = saved["optimizer_state_dict"]
+    for group, before in zip(stage3.optimizer.param_groups, of_optimizer["param_groups"], strict=True):
+        group.update({name: value for name, value in before.items() if name != "params"})
+    order, elements = _stage3.order(stage3), [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
+    files = of_rank(engine, folder)
+    masters, states = taken_over(stage3, elements, files, saved["fp32_flat_groups"], of_optimizer["state"], order)
+    _stage3.check_masters(elements, masters, order)
+    for place, index in enumerate(order):
+        _give(stage3, index, masters[place], states.get(place, {}))
+
+
+def _give(stage3, index, master, state):
+    """Sets master weights and states of a sub-group, and publishes the weights."""
+    own, swapped = stage3.fp32_partitioned_groups_flat[index], stage3._swappable_optimizer_subgroup(index)
+    if swapped:
+        stage3._optimizer_states_and_gradient_swap_in(index)
+    own.data.copy_(master)
+    held = stage3.optimizer.state[own]
+    # A checkpoint before the first step has no moments.
+    for name in held.keys() - state.keys():
+        held[name] = held[name].zero_() if isinstance(held[name], torch.Tensor) else 0
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and name in held:
+            held[name].data.copy_(value)
+        else:
+            held[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    stage3._reassign_or_swap_out_partitioned_parameters(index)
+    if swapped:
+        stage3._writeback_swap_state(index, True, False)
+
+
+def saved_by(engine, folder):
+    """Stage 3's part of the checkpoint in a directory."""
+    file = engine._get_zero_ckpt_name(os.path.dirname(folder), os.path.basename(folder))
+    return engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"]

@@ -68,6 +68,7 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         (lambda p, tier: own.Adam([{"params": p, "amsgrad": True}], tier=tier), "amsgrad cannot be combined with tier"),
         (lambda p, tier: own.Adagrad(p, tier=tier), "Adagrad: states on a tier are for Adam and AdamW"),
         (lambda p, tier: own.Lion(p, tier=tier), "Lion: states on a tier are for Adam and AdamW"),
+        (lambda p, tier: own.Signum(p, tier=tier), "Signum: states on a tier are for Adam and AdamW"),
         (
             lambda p, tier: own.AdamW(p, host_memory=1 << 30),
             "host_memory is a limit for states on a tier, and of spillway.torch.offload; pass tier",

@@ -58,10 +58,19 @@ pub struct ElementState<V> {
 /// All methods have the same contract as [`Vector`].
 pub trait Corrector<V: Vector> {
     /// Returns the old parameter.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn param(&mut self, estimate: V) -> V;
     /// Returns the old first moment.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn exp_avg(&mut self, estimate: V) -> V;
     /// Returns the old second moment.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V;
 }
 

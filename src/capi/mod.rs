@@ -86,14 +86,18 @@ impl CStruct {
 
 /// Every struct of the header. The test `abi` finds a struct that is missing here.
 pub fn structs() -> Vec<CStruct> {
-    macro_rules! all {
-        ($($module:ident: $($name:ident)*;)*) => {
-            [$($(CStruct::of::<$module::$name>(),)*)*]
+    let mut structs = Vec::new();
+    macro_rules! add {
+        ($($module:ident: $($name:ident)* $(, $more:ident)?;)*) => {
+            $(
+                structs.extend([$(CStruct::of::<$module::$name>()),*]);
+                $(structs.extend($module::$more());)?
+            )*
         };
     }
-    let structs = all! {
+    add! {
         base: spw_info spw_thread_options;
-        optim: spw_tensor spw_step_stats spw_grad_tensor spw_adam_options;
+        optim: spw_tensor spw_step_stats spw_grad_tensor spw_adam_options, option_structs;
         undo: spw_undo_options;
         memory: spw_pinned_options spw_pinned_stats;
         io: spw_io_options spw_io_request spw_io_stats spw_io_failure;
@@ -111,8 +115,8 @@ pub fn structs() -> Vec<CStruct> {
         stage: spw_stage_options spw_stage_target spw_stage_cores;
         topo: spw_topo_options spw_topo_info spw_topo_node spw_topo_gpu spw_topo_rank_options spw_topo_pages;
         window: spw_window_options spw_window_unit spw_window_stats;
-    };
-    structs.into_iter().chain(optim::option_structs()).collect()
+    }
+    structs
 }
 
 #[cfg(test)]

@@ -87,7 +87,7 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         ),
         (lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, 4)[:, :2])], tier=tier), r"\['params'\]\[0\] .* strides \(4, 1\)"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_cannot_be_combined_is_refused_at_construction(tier, make, words):
     with pytest.raises((spillway.SpillwayError, ValueError), match=words):

@@ -7,7 +7,7 @@
 // classes over these calls. Headers, each of which compiles alone:
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
-//   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
+//   spillway/optim.h        Adam, AdamW, Adagrad, Lion and Signum over parameters and states in host memory.
 //   spillway/undo.h         Recorded steps that can be rolled back.
 //   spillway/memory.h       Pinned host memory.
 //   spillway/io.h           Asynchronous reads and writes of files.

@@ -141,18 +141,13 @@ T make() {
     value.struct_size = sizeof(T);
     return value;
 }
-template <>
-inline spw_adam_options make() {
-    return SPW_ADAM_OPTIONS_INIT;
-}
-template <>
-inline spw_adagrad_options make() {
-    return SPW_ADAGRAD_OPTIONS_INIT;
-}
-template <>
-inline spw_lion_options make() {
-    return SPW_LION_OPTIONS_INIT;
-}
+#define SPW_MAKE(name, NAME)                 \
+    template <>                              \
+    inline spw_##name##_options make() {     \
+        return SPW_##NAME##_OPTIONS_INIT;    \
+    }
+SPW_OPTIMIZERS(SPW_MAKE)
+#undef SPW_MAKE
 template <>
 inline spw_ds_adam_call make() {
     return SPW_DS_ADAM_CALL_INIT;
@@ -215,8 +210,8 @@ private:
 template <class C>
 span(C &&) -> span<std::remove_pointer_t<decltype(std::declval<C &>().data())>>;
 
-// One tensor of a step. Arrays of different lengths throw std::length_error. An empty `exp_avg_sq` (Lion) or `exp_avg`
-// (Adagrad) is the NULL of C.
+// One tensor of a step. Arrays of different lengths throw std::length_error. An empty `exp_avg_sq` (Lion,
+// Signum) or `exp_avg` (Adagrad) is the NULL of C.
 template <class P, class G, class M, class V>
 spw_tensor tensor(P &&param, const G &grad, M &&exp_avg, V &&exp_avg_sq) {
     auto p = span(param);
@@ -298,27 +293,18 @@ private:
     std::uint64_t size_;
 };
 
+// For each optimizer, as adam_step and adam_check, lion_step and lion_check:
 // One step of every tensor, in place. `stats` (may be null) receives the statistics of the scaled gradients.
-inline void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
-    check(spw_adam_step(&options, all.data(), all.size(), stats));
-}
-inline void adagrad_step(const spw_adagrad_options &options, tensors all, spw_step_stats *stats = nullptr) {
-    check(spw_adagrad_step(&options, all.data(), all.size(), stats));
-}
-inline void lion_step(const spw_lion_options &options, tensors all, spw_step_stats *stats = nullptr) {
-    check(spw_lion_step(&options, all.data(), all.size(), stats));
-}
-
-// Fails as the step of these arguments would, and changes nothing.
-inline void adam_check(const spw_adam_options &options, tensors all) {
-    check(spw_adam_check(&options, all.data(), all.size()));
-}
-inline void adagrad_check(const spw_adagrad_options &options, tensors all) {
-    check(spw_adagrad_check(&options, all.data(), all.size()));
-}
-inline void lion_check(const spw_lion_options &options, tensors all) {
-    check(spw_lion_check(&options, all.data(), all.size()));
-}
+// The check fails as the step of these arguments would, and changes nothing.
+#define SPW_STEPS(name, NAME)                                                                                      \
+    inline void name##_step(const spw_##name##_options &options, tensors all, spw_step_stats *stats = nullptr) {   \
+        check(spw_##name##_step(&options, all.data(), all.size(), stats));                                         \
+    }                                                                                                              \
+    inline void name##_check(const spw_##name##_options &options, tensors all) {                                   \
+        check(spw_##name##_check(&options, all.data(), all.size()));                                               \
+    }
+SPW_OPTIMIZERS(SPW_STEPS)
+#undef SPW_STEPS
 
 // Statistics of the gradients of tensors, each times `scale`; the other spans are not used.
 inline spw_step_stats grad_stats(tensors all, double scale = 1) {
@@ -432,15 +418,13 @@ T *open(Call call, Arguments... arguments) {
 class undo : public object<spw_undo, detail::close> {
 public:
     explicit undo(const spw_undo_options &options) : object(detail::open<spw_undo>(spw_undo_open, &options)) {}
-    void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
-        check(spw_undo_adam_step(get(), &options, all.data(), all.size(), stats));
+    // A recorded step of each optimizer: adam_step, lion_step and so on.
+#define SPW_STEP(name, NAME)                                                                                       \
+    void name##_step(const spw_##name##_options &options, tensors all, spw_step_stats *stats = nullptr) {          \
+        check(spw_undo_##name##_step(get(), &options, all.data(), all.size(), stats));                             \
     }
-    void adagrad_step(const spw_adagrad_options &options, tensors all, spw_step_stats *stats = nullptr) {
-        check(spw_undo_adagrad_step(get(), &options, all.data(), all.size(), stats));
-    }
-    void lion_step(const spw_lion_options &options, tensors all, spw_step_stats *stats = nullptr) {
-        check(spw_undo_lion_step(get(), &options, all.data(), all.size(), stats));
-    }
+    SPW_OPTIMIZERS(SPW_STEP)
+#undef SPW_STEP
     std::uint64_t log_bytes() {
         std::uint64_t bytes = 0;
         check(spw_undo_get_log_bytes(get(), &bytes));
@@ -719,15 +703,13 @@ private:
 class speculation : public object<spw_spec, detail::close> {
 public:
     explicit speculation(const spw_spec_options &options) : object(detail::open<spw_spec>(spw_spec_open, &options)) {}
-    void begin(const spw_adam_options &options, double max_norm = 0) const {
-        check(spw_spec_begin_adam(get(), &options, max_norm));
+    // A round of the optimizer whose options these are.
+#define SPW_BEGIN(name, NAME)                                                               \
+    void begin(const spw_##name##_options &options, double max_norm = 0) const {            \
+        check(spw_spec_begin_##name(get(), &options, max_norm));                            \
     }
-    void begin(const spw_adagrad_options &options, double max_norm = 0) const {
-        check(spw_spec_begin_adagrad(get(), &options, max_norm));
-    }
-    void begin(const spw_lion_options &options, double max_norm = 0) const {
-        check(spw_spec_begin_lion(get(), &options, max_norm));
-    }
+    SPW_OPTIMIZERS(SPW_BEGIN)
+#undef SPW_BEGIN
     void submit(std::uint32_t bucket, tensors all, const spw_spec_event *event = nullptr) const {
         check(spw_spec_submit(get(), bucket, all.data(), all.size(), event));
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes adam.json, adagrad.json and lion.json: inputs and the exact bits that every kernel must give for them.
+"""Writes adam.json, adagrad.json, lion.json and signum.json: inputs and the exact bits that every kernel must give for them.
 
 It shares no code with the kernels: each operation is done on rational numbers and rounded once, to nearest even.
 `python3 kernels/golden.py` writes the files; `--check` compares them and writes nothing.
@@ -200,6 +200,20 @@ def lion(o, step):
     return element
 
 
+def signum(o, step):
+    b, lr = f32(o["momentum"]), f32(o["lr"])
+    rest, decay = f32(1.0 - o["momentum"]), f32(-o["lr"] * o["weight_decay"])
+
+    def element(p, m, v, g):
+        m = fma(g, rest, mul(m, b))
+        if o["weight_decay"]:
+            p = fma(p, decay, p)
+        step = m if m[0] == "nan" or m[0] == "num" and m[2] == 0 else ("num", m[1], lr[2])
+        return add(p, negative(step)), m, v
+
+    return element
+
+
 # The sum of squares: tiles of 4096 elements, 256 lanes a tile, trees above both.
 
 
@@ -278,7 +292,7 @@ def hexed(values, dtype):
     return "".join(f"{bits:0{DIGITS[dtype]}x}" for bits in values)
 
 
-RULES = {"adam": (adam, True, True), "adagrad": (adagrad, False, True), "lion": (lion, True, False)}
+RULES = {"adam": (adam, True, True), "adagrad": (adagrad, False, True), "lion": (lion, True, False), "signum": (signum, True, False)}
 
 
 def case(optimizer, name, dtypes, n, steps, options, specials=False):
@@ -369,7 +383,8 @@ def files():
     }
     adagrad0 = {"step": 1, "lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "grad_scale": 1.0}
     lion0 = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "grad_scale": 1.0}
-    starts = {"adam": adam0, "adagrad": adagrad0, "lion": lion0}
+    signum0 = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0, "grad_scale": 1.0}
+    starts = {"adam": adam0, "adagrad": adagrad0, "lion": lion0, "signum": signum0}
     for optimizer, start in starts.items():
         decayed = {**start, "weight_decay": 0.1, "grad_scale": 0.37, "lr": 1e-2}
         cases = [case(optimizer, "types " + " ".join(types), types, 35, 2, decayed) for types in ALL]

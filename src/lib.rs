@@ -7,7 +7,7 @@
 //! |---|---|
 //! | L0 | [`error`], [`environment`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
-//! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
+//! | L2 | [`optim`]: optimizers over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver; [`arena`]: memory that processes share |
 //! | L4 | [`tier`]: crash-safe storage of named extents over several paths |
 //! | L5 | [`offload`]: schedules: swapping, speculation, stages and the interleaved update |

@@ -1,4 +1,4 @@
-// spw_adam_check, spw_adagrad_check and spw_lion_check fail exactly as the steps do, with the same message, and change
+// The checks of Adam, Adagrad, Lion and Signum fail exactly as the steps do, with the same message, and change
 // nothing; what they pass, a step does. spw_grad_stats adds the sums of the tensors in their order.
 
 #include "check.h"
@@ -12,6 +12,7 @@ static spw_tensor tensors[TENSORS];
 static spw_adam_options adam = SPW_ADAM_OPTIONS_INIT, own;
 static spw_adagrad_options adagrad = SPW_ADAGRAD_OPTIONS_INIT;
 static spw_lion_options lion = SPW_LION_OPTIONS_INIT;
+static spw_signum_options signum = SPW_SIGNUM_OPTIONS_INIT;
 
 typedef spw_status (*call)(void);
 
@@ -21,6 +22,8 @@ static spw_status step_adagrad(void) { return spw_adagrad_step(&adagrad, tensors
 static spw_status check_adagrad(void) { return spw_adagrad_check(&adagrad, tensors, TENSORS); }
 static spw_status step_lion(void) { return spw_lion_step(&lion, tensors, TENSORS, NULL); }
 static spw_status check_lion(void) { return spw_lion_check(&lion, tensors, TENSORS); }
+static spw_status step_signum(void) { return spw_signum_step(&signum, tensors, TENSORS, NULL); }
+static spw_status check_signum(void) { return spw_signum_check(&signum, tensors, TENSORS); }
 
 static void prepare(void) {
     for (int i = 0; i < TENSORS; i++) {
@@ -95,6 +98,9 @@ static void adam_options_out_of_range(void) {
     lion.beta1 = 1;
     refused_alike(step_lion, check_lion, "options.beta1");
     lion.beta1 = 0.9;
+    signum.momentum = 1;
+    refused_alike(step_signum, check_signum, "options.momentum");
+    signum.momentum = 0.9;
 }
 
 // The watch is still on: a check that passes writes nothing either.
@@ -102,6 +108,7 @@ static void good_arguments_pass(void) {
     CHECK_OK(check_adam());
     CHECK_OK(check_adagrad());
     CHECK_OK(check_lion());
+    CHECK_OK(check_signum());
     CHECK_OK(spw_adam_check(&adam, NULL, 0));
     for (int i = 0; i < TENSORS; i++) {
         for (int span = 0; span < 4; span++) {
@@ -152,9 +159,10 @@ static void statistics_of_many(void) {
 int main(void) {
     prepare();
     bad_tensors(step_adam, check_adam);
-    // Adagrad and Lion ignore the span of the state that they do not keep.
+    // Adagrad, Lion and Signum ignore the span of the state that they do not keep.
     bad_tensors(step_adagrad, check_adagrad);
     bad_tensors(step_lion, check_lion);
+    bad_tensors(step_signum, check_signum);
     adam_options_out_of_range();
     good_arguments_pass();
     end();

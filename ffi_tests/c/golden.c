@@ -81,6 +81,10 @@ static void step(const char *optimizer, const char *options, uint64_t number, co
                                        .lr_decay = real(options, "lr_decay"), .eps = real(options, "eps"),
                                        .weight_decay = decay, .grad_scale = scale};
         CHECK_OK(spw_adagrad_step(&o, tensor, 1, stats));
+    } else if (strcmp(optimizer, "signum") == 0) {
+        const spw_signum_options o = {.struct_size = sizeof o, .lr = lr, .momentum = real(options, "momentum"),
+                                      .weight_decay = decay, .grad_scale = scale};
+        CHECK_OK(spw_signum_step(&o, tensor, 1, stats));
     } else {
         const spw_lion_options o = {.struct_size = sizeof o, .lr = lr, .beta1 = real(options, "beta1"),
                                     .beta2 = real(options, "beta2"), .weight_decay = decay, .grad_scale = scale};
@@ -98,7 +102,8 @@ static void check_case(const char *optimizer, const char *at) {
     tensor.n = strtoull(value(&at, "n"), NULL, 10);
     const size_t n = (size_t)tensor.n;
     const char *options = at;
-    const uint64_t first = strcmp(optimizer, "lion") == 0 ? 1 : (uint64_t)real(options, "step");
+    const int is_counted = strcmp(optimizer, "adam") == 0 || strcmp(optimizer, "adagrad") == 0;
+    const uint64_t first = is_counted ? (uint64_t)real(options, "step") : 1;
     tensor.param = span(value(&at, "param0"), tensor.param_dtype, n);
     tensor.exp_avg = span(value(&at, "exp_avg"), tensor.state_dtype, n);
     tensor.exp_avg_sq = span(value(&at, "exp_avg_sq"), tensor.state_dtype, n);
@@ -150,5 +155,6 @@ int main(void) {
     CHECK(check_file(folder, "adam") >= 20);
     CHECK(check_file(folder, "adagrad") >= 20);
     CHECK(check_file(folder, "lion") >= 20);
+    CHECK(check_file(folder, "signum") >= 20);
     return 0;
 }

@@ -39,6 +39,10 @@ static void optimizers(void) {
     CHECK(lion.struct_size == sizeof lion && lion.reserved == 0 && lion.lr == 1e-4 && lion.beta1 == 0.9);
     CHECK(lion.beta2 == 0.99 && lion.weight_decay == 0 && lion.grad_scale == 1);
 
+    const spw_signum_options signum = SPW_SIGNUM_OPTIONS_INIT;
+    CHECK(signum.struct_size == sizeof signum && signum.reserved == 0 && signum.lr == 1e-4 && signum.momentum == 0.9);
+    CHECK(signum.weight_decay == 0 && signum.grad_scale == 1);
+
     const spw_ds_adam_call call = SPW_DS_ADAM_CALL_INIT;
     CHECK(call.struct_size == sizeof call && call.bias_correction == 1 && call.grad_scale == 1 && call.step == 0);
     CHECK(call.lr == 0 && call.beta1 == 0 && call.beta2 == 0 && call.eps == 0 && call.weight_decay == 0);
@@ -48,6 +52,7 @@ static void optimizers(void) {
     SAME(spw_adam_options, SPW_ADAM_OPTIONS_INIT);
     SAME(spw_adagrad_options, SPW_ADAGRAD_OPTIONS_INIT);
     SAME(spw_lion_options, SPW_LION_OPTIONS_INIT);
+    SAME(spw_signum_options, SPW_SIGNUM_OPTIONS_INIT);
     SAME(spw_ds_adam_call, SPW_DS_ADAM_CALL_INIT);
     SAME(spw_spec_options, SPW_SPEC_OPTIONS_INIT);
     SAME(spw_stage_options, SPW_STAGE_OPTIONS_INIT);
@@ -66,6 +71,8 @@ static void zeros(void) {
     INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, NULL), "options.grad_scale: is 0");
     const spw_lion_options lion = {.struct_size = sizeof lion, .lr = 1e-3};
     INVALID(spw_lion_step(&lion, &problem.tensor, 1, NULL), "options.grad_scale: is 0");
+    const spw_signum_options signum = {.struct_size = sizeof signum, .lr = 1e-3};
+    INVALID(spw_signum_step(&signum, &problem.tensor, 1, NULL), "options.grad_scale: is 0");
     CHECK_OK(spw_ds_adam_create(3, 0.9f, 0.999f, 1));
     const spw_ds_adam_call call = {.struct_size = sizeof call, .step = 1, .lr = 1e-3f, .beta1 = 0.9f};
     INVALID(spw_ds_adam_update(NULL, 3, &call, &problem.tensor), "call.grad_scale: is 0");

@@ -67,6 +67,8 @@ static void steps() {
 
     std::vector<float> none;
     spillway::lion_step(spillway::make<spw_lion_options>(), spillway::tensor(param, grad, exp_avg, none));
+    spillway::signum_step(spillway::make<spw_signum_options>(), spillway::tensor(param, grad, exp_avg, none));
+    spillway::signum_check(spillway::make<spw_signum_options>(), spillway::tensor(param, grad, exp_avg, none));
     spillway::adagrad_step(spillway::make<spw_adagrad_options>(), spillway::tensor(param, grad, none, exp_avg_sq));
     CHECK(status_of([&] { spillway::adam_step(options, spillway::tensor(param, grad, exp_avg, none)); }) ==
           SPW_ERR_INVALID_ARGUMENT);

@@ -173,26 +173,29 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     release_models();
 }
 
-static void adagrad_and_lion_speculate_too(void) {
+static void other_optimizers_speculate_too(void) {
     make_models();
     spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
     spw_adagrad_options adagrad = SPW_ADAGRAD_OPTIONS_INIT;
     spw_lion_options lion = SPW_LION_OPTIONS_INIT;
-    for (int optimizer = 0; optimizer < 2; optimizer++) {
+    spw_signum_options signum = SPW_SIGNUM_OPTIONS_INIT;
+    for (int optimizer = 0; optimizer < 3; optimizer++) {
         if (optimizer == 0) CHECK_OK(spw_spec_begin_adagrad(spec, &adagrad, 1e-3));
         if (optimizer == 1) CHECK_OK(spw_spec_begin_lion(spec, &lion, 1e-3));
+        if (optimizer == 2) CHECK_OK(spw_spec_begin_signum(spec, &signum, 1e-3));
         for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
         const spw_spec_outcome outcome = resolve(spec, local(spec));
         CHECK(outcome.verdict == SPW_SPEC_VERDICT_REDO);
         CHECK_OK(spw_spec_finish(spec, FOREVER));
-        adagrad.grad_scale = lion.grad_scale = outcome.grad_scale;
+        adagrad.grad_scale = lion.grad_scale = signum.grad_scale = outcome.grad_scale;
         for (int i = 0; i < BUCKETS; i++) {
             if (optimizer == 0) CHECK_OK(spw_adagrad_step(&adagrad, &twins[i].tensor, 1, NULL));
             if (optimizer == 1) CHECK_OK(spw_lion_step(&lion, &twins[i].tensor, 1, NULL));
+            if (optimizer == 2) CHECK_OK(spw_signum_step(&signum, &twins[i].tensor, 1, NULL));
         }
-        stood(optimizer == 1, optimizer == 0);
+        stood(optimizer != 0, optimizer == 0);
         check_same();
-        adagrad.grad_scale = lion.grad_scale = 1.0;
+        adagrad.grad_scale = lion.grad_scale = signum.grad_scale = 1.0;
     }
     CHECK_OK(spw_spec_close(spec));
     release_models();
@@ -410,7 +413,7 @@ int main(void) {
     for (int mode = 0; mode < 3; mode++) {
         undo = modes[mode];
         for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
-        adagrad_and_lion_speculate_too();
+        other_optimizers_speculate_too();
         buckets_wait_for_descriptors_and_words();
         what_has_no_verdict_is_taken_back();
         calls_out_of_order_are_refused();

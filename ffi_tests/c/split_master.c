@@ -38,10 +38,12 @@ static spw_status step(int optimizer, uint64_t number, const spw_tensor *tensor,
     spw_adam_options adam = adam_options();
     spw_adagrad_options adagrad = SPW_ADAGRAD_OPTIONS_INIT;
     spw_lion_options lion = SPW_LION_OPTIONS_INIT;
+    spw_signum_options signum = SPW_SIGNUM_OPTIONS_INIT;
     adam.step = adagrad.step = number;
-    if (optimizer == 3) adam.rounding = SPW_ROUNDING_STOCHASTIC, adam.rounding_seed = 7;
+    if (optimizer == 4) adam.rounding = SPW_ROUNDING_STOCHASTIC, adam.rounding_seed = 7;
     if (optimizer == 1) return spw_adagrad_step(&adagrad, tensor, 1, stats);
     if (optimizer == 2) return spw_lion_step(&lion, tensor, 1, stats);
+    if (optimizer == 3) return spw_signum_step(&signum, tensor, 1, stats);
     return spw_adam_step(&adam, tensor, 1, stats);
 }
 
@@ -124,14 +126,14 @@ static void writes_between_steps_are_seen(void) {
 int main(void) {
     const uint64_t sizes[] = {1, 17, 4097, LARGE};
     for (int i = 0; i < 4; i++) {
-        for (int optimizer = 0; optimizer < 3; optimizer++) {
+        for (int optimizer = 0; optimizer < 4; optimizer++) {
             for (int grad = 0; grad < 2; grad++) {
                 const uint32_t grads[] = {SPW_DTYPE_F32, SPW_DTYPE_BF16};
                 steps_have_the_bits_of_an_f32_param(optimizer, SPW_DTYPE_F32, grads[grad], sizes[i]);
                 steps_have_the_bits_of_an_f32_param(optimizer, SPW_DTYPE_BF16, grads[grad], sizes[i]);
             }
         }
-        steps_have_the_bits_of_an_f32_param(3, SPW_DTYPE_BF16, SPW_DTYPE_BF16, sizes[i]);
+        steps_have_the_bits_of_an_f32_param(4, SPW_DTYPE_BF16, SPW_DTYPE_BF16, sizes[i]);
     }
     wrong_uses_are_refused();
     writes_between_steps_are_seen();

@@ -147,6 +147,13 @@ static void other_options(void) {
     lion.reserved = 5;
     INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options.reserved");
 
+    spw_signum_options signum = SPW_SIGNUM_OPTIONS_INIT;
+    signum.momentum = 1;
+    INVALID(spw_signum_step(&signum, &problem.tensor, 1, &stats), "options.momentum");
+    signum.momentum = 0.9;
+    signum.reserved = 5;
+    INVALID(spw_signum_step(&signum, &problem.tensor, 1, &stats), "options.reserved");
+
     INVALID(grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, NAN, &stats), "scale");
     INVALID(spw_set_log(NULL, NULL, 5), "level");
     INVALID(spw_set_log(NULL, NULL, -1), "level");

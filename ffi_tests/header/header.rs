@@ -142,19 +142,32 @@ fn modules(capi: &Path) -> Vec<Module> {
 
 /// Moves each call of an optimizer that is declared beside its options to the module that has Adam's call, behind it.
 fn calls_beside_those_of_adam(modules: &mut [Module]) {
-    let optimizers = modules.iter().filter(|module| module.name == "optim");
-    let files: Vec<PathBuf> = optimizers.flat_map(|module| module.files.clone()).collect();
-    for file in files.iter().rev() {
-        let optimizer = file.file_stem().expect("a source has a name").to_string_lossy();
-        for name in declared(&read(file)).into_iter().rev() {
-            let of_adam = name.replace(&*optimizer, "adam");
-            let has = |module: &Module| module.declared.contains(&of_adam) && !module.files.contains(file);
+    let home = modules.iter().position(|module| module.name == "optim").expect("there are optimizers");
+    for optimizer in optimizers(&modules[home].declared).into_iter().rev() {
+        for name in modules[home].declared.clone().into_iter().rev() {
+            let of_adam = name.replace(&optimizer, "adam");
+            let has = |module: &Module| module.name != "optim" && module.declared.contains(&of_adam);
             let Some(other) = modules.iter().position(has).filter(|_| of_adam != name) else { continue };
-            modules.iter_mut().for_each(|module| module.declared.retain(|known| *known != name));
+            modules[home].declared.retain(|known| *known != name);
             let at = modules[other].declared.iter().position(|known| *known == of_adam).expect("it has it");
             modules[other].declared.insert(at + 1, name);
         }
     }
+}
+
+/// The names of the optimizers among these items, by their steps.
+fn optimizers(declared: &[String]) -> Vec<String> {
+    let name = |item: &String| Some(item.strip_prefix("spw_")?.strip_suffix("_step")?.to_string());
+    declared.iter().filter_map(name).collect()
+}
+
+/// A macro that repeats another one for each optimizer, for code that has the same calls of all.
+fn macro_of_optimizers(names: &[String]) -> String {
+    let uses: Vec<String> = names.iter().map(|name| format!("X({name}, {})", name.to_uppercase())).collect();
+    format!(
+        "// Each optimizer of this header, for code that has the same for all.\n#define SPW_OPTIMIZERS(X) {}\n\n",
+        uses.join(" ")
+    )
 }
 
 fn read(path: &Path) -> String {
@@ -222,6 +235,9 @@ fn header(module: &Module, all: &[Module], items: &[Item], version: &str, struct
             text.push_str(&format!("\n{initializer}\n"));
         }
         text.push('\n');
+    }
+    if module.name == "optim" {
+        text.push_str(&macro_of_optimizers(&optimizers(&module.declared)));
     }
     text.push_str("#ifdef __cplusplus\n} // extern \"C\"\n#endif\n\n");
     text.push_str(&format!("#endif // {guard}\n"));

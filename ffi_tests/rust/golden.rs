@@ -7,9 +7,8 @@ use spillway::error::Result;
 use spillway::kernel::{States, Tensor};
 use spillway::optim;
 use spillway::optim::StepStats;
-use spillway::optim::adagrad::AdagradOptions;
 use spillway::optim::adam::AdamOptions;
-use spillway::optim::lion::LionOptions;
+use spillway::optim::optimizers::{AdagradOptions, LionOptions, SignumOptions};
 use spillway::optim::parallel::Job;
 
 /// One span as bits, and as elements of its type.
@@ -130,6 +129,10 @@ fn step(
                 LionOptions { lr, beta1: real("beta1"), beta2: real("beta2"), weight_decay, grad_scale };
             optim::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
         }
+        "signum" => {
+            let options = SignumOptions { lr, momentum: real("momentum"), weight_decay, grad_scale };
+            optim::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
+        }
         other => panic!("{other} is not an optimizer"),
     }
 }
@@ -190,6 +193,11 @@ fn adagrad_has_the_golden_bits() {
 #[test]
 fn lion_has_the_golden_bits() {
     check_file(include_str!("../../kernels/lion.json"), 20);
+}
+
+#[test]
+fn signum_has_the_golden_bits() {
+    check_file(include_str!("../../kernels/signum.json"), 20);
 }
 
 #[test]

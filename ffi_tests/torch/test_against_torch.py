@@ -14,6 +14,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 
 import spillway
 from spillway import torch as own
+from spillway.optim import TORCH_CLASSES
 
 CLASSES = ["Adam", "AdamW", "Adagrad"]
 INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in CLASSES}
@@ -114,7 +115,7 @@ def test_states_load_in_both_directions(name):
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [*CLASSES, "Lion"])
+@pytest.mark.parametrize("name", [*CLASSES, "Lion", "Signum"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
 def test_a_copy_steps_its_own_parameters_alike(name, way):
     params = parameters()
@@ -181,7 +182,7 @@ def test_gradients_that_come_and_go(name):
     assert [float(state["step"]) for state in pair[0].state.values()] == [float(state["step"]) for state in pair[1].state.values()]
 
 
-@pytest.mark.parametrize("name", [*CLASSES, "Lion"])
+@pytest.mark.parametrize("name", [*CLASSES, "Lion", "Signum"])
 def test_closure_hooks_and_counters(name):
     params = [torch.nn.Parameter(torch.randn(70))]
     optimizer, calls = getattr(own, name)(params), []
@@ -222,11 +223,14 @@ def of_signum(momentum, grad):
     return momentum.sign(), momentum
 
 
-@pytest.mark.parametrize(("betas", "formula"), [((0.9, 0.98), of_the_paper), ((0.9, 0.9), of_signum)])
-def test_lion_equals_its_formula_and_with_equal_betas_signum(betas, formula):
+BY_SIGNS = [(own.Lion, {"betas": (0.9, 0.98)}, of_the_paper), (own.Signum, {"momentum": 0.9}, of_signum)]
+
+
+@pytest.mark.parametrize(("kind", "decay", "formula"), BY_SIGNS)
+def test_optimizers_by_signs_equal_their_formulas(kind, decay, formula):
     params, expected = parameters(), [param.detach().double() for param in parameters()]
     moments = [torch.zeros_like(param) for param in expected]
-    optimizer = own.Lion(params, lr=1e-2, betas=betas, weight_decay=0.1)
+    optimizer = kind(params, lr=1e-2, weight_decay=0.1, **decay)
     for step in range(STEPS):
         random_grads(params, step)
         optimizer.step()
@@ -235,6 +239,52 @@ def test_lion_equals_its_formula_and_with_equal_betas_signum(betas, formula):
             expected[at] = expected[at] * (1 - 1e-2 * 0.1) - 1e-2 * direction
     for param, value in zip(params, expected):
         torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-5)
+
+
+def test_signum_has_the_bits_of_lion_with_equal_betas():
+    ours, theirs = parameters(), parameters()
+    pair = own.Signum(ours, lr=1e-2, momentum=0.8, weight_decay=0.1), own.Lion(theirs, lr=1e-2, betas=(0.8, 0.8), weight_decay=0.1)
+    for step in range(STEPS):
+        for params, optimizer in zip((ours, theirs), pair):
+            random_grads(params, step)
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+    assert all(torch.equal(pair[0].state[one]["exp_avg"], pair[1].state[two]["exp_avg"]) for one, two in zip(ours, theirs))
+
+
+class PlainSignum(torch.optim.Optimizer):
+    """Signum in a few operations of torch."""
+
+    def __init__(self, params, lr, momentum, weight_decay):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": False})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                average.mul_(group["momentum"]).add_(param.grad, alpha=1 - group["momentum"])
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(average.sign(), alpha=group["lr"])
+
+
+def test_signum_equals_an_optimizer_of_torch_whose_states_it_exchanges():
+    ours, theirs = parameters(), parameters()
+    pair = [kind(params, lr=1e-2, momentum=0.9, weight_decay=0.1) for kind, params in ((own.Signum, ours), (PlainSignum, theirs))]
+    for step in range(STEPS):
+        for params, optimizer in zip((ours, theirs), pair):
+            random_grads(params, step)
+            optimizer.step()
+        if step == STEPS // 2:
+            saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair]
+            pair[0].load_state_dict(saved[1])
+            pair[1].load_state_dict(saved[0])
+    assert_close(ours, theirs)
+    assert_close([pair[0].state[param]["exp_avg"] for param in ours], [pair[1].state[param]["exp_avg"] for param in theirs])
+
+
+def test_every_optimizer_of_the_package_has_a_class_of_torch():
+    assert {*TORCH_CLASSES} <= {*own.__all__}
+    assert all(issubclass(getattr(own, name), torch.optim.Optimizer) for name in TORCH_CLASSES)
 
 
 def test_the_library_steps_and_torch_does_not(monkeypatch):

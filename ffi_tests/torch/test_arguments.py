@@ -108,14 +108,21 @@ def test_a_step_count_that_was_set_to_no_count_is_named_and_nothing_is_stepped(s
     assert all(map(torch.equal, params, before))
 
 
-def test_lion_has_no_step_counts():
-    optimizer = own.Lion([torch.nn.Parameter(torch.ones(5))])
+@pytest.mark.parametrize("kind", [own.Lion, own.Signum])
+def test_optimizers_by_signs_have_no_step_counts(kind):
+    optimizer = kind([torch.nn.Parameter(torch.ones(5))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(5)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-CLASSES = [(own.Adam, torch.optim.Adam), (own.AdamW, torch.optim.AdamW), (own.Adagrad, torch.optim.Adagrad), (own.Lion, None)]
+CLASSES = [
+    (own.Adam, torch.optim.Adam),
+    (own.AdamW, torch.optim.AdamW),
+    (own.Adagrad, torch.optim.Adagrad),
+    (own.Lion, None),
+    (own.Signum, None),
+]
 
 
 @pytest.mark.parametrize("kind, theirs", CLASSES, ids=lambda kind: getattr(kind, "__name__", ""))

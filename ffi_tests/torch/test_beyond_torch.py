@@ -38,7 +38,7 @@ def states(optimizer):
     return [value.clone() for state in optimizer.state.values() for value in state.values()]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "Signum"])
 def test_clipping_equals_torchs_before_the_step(name):
     ours, theirs = parameters(), parameters()
     clipped, plain = getattr(own, name)(ours, max_norm=2.0), getattr(own, name)(theirs)
@@ -50,7 +50,7 @@ def test_clipping_equals_torchs_before_the_step(name):
         plain.step()
         assert clipped.grad_norm == pytest.approx(float(norm), rel=1e-6) and not clipped.skipped
     for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 if name != "Lion" else 4e-4)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 if name not in ("Lion", "Signum") else 4e-4)
 
 
 def test_clipping_counts_parameters_that_torch_steps():
@@ -86,7 +86,7 @@ def test_a_step_with_inf_or_nan_is_skipped_or_refused(bad):
         assert not optimizer.skipped and not equal(params, before)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "Signum"])
 def test_rollback_restores_every_bit_and_the_step_can_be_done_again(name):
     params = parameters(5, 5000)
     optimizer = getattr(own, name)(params, undo=True)
@@ -381,6 +381,8 @@ def test_gradients_elsewhere_and_resized_parameters_are_named():
         lambda: own.AdamW(parameters(), max_norm=-1.0),
         lambda: own.Lion(parameters(), lr=-1.0),
         lambda: own.Lion(parameters(), betas=(0.9, 1.0)),
+        lambda: own.Signum(parameters(), lr=-1.0),
+        lambda: own.Signum(parameters(), momentum=1.0),
         lambda: own.Adam(parameters(), lr=-1.0),
     ],
 )

@@ -236,7 +236,7 @@ def test_what_cannot_be_done_is_refused_by_name(keywords: dict[str, Any], messag
         spillway.torch.AdamW(params(), **{"moment_dtype": "int8", **keywords})
 
 
-@pytest.mark.parametrize("kind", [spillway.torch.Adagrad, spillway.torch.Lion])
+@pytest.mark.parametrize("kind", [spillway.torch.Adagrad, spillway.torch.Lion, spillway.torch.Signum])
 def test_other_rules_have_no_codes(kind: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="for Adam and AdamW"):
         kind(params(), moment_dtype="int8")

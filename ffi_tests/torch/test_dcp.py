@@ -289,9 +289,9 @@ def tiers(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"master": "split", "moment_dtype": "int8"}], ids=["default", "narrow"])
-@pytest.mark.parametrize("make", [own.AdamW, own.Adam, own.Adagrad, own.Lion, own.offload])
+@pytest.mark.parametrize("make", [own.AdamW, own.Adam, own.Adagrad, own.Lion, own.Signum, own.offload])
 def test_states_that_are_read_before_the_first_step_change_no_run(make, options):
-    if options and make in (own.Adagrad, own.Lion):
+    if options and make in (own.Adagrad, own.Lion, own.Signum):
         options = {"master": "f32"}
     ends = []
     for reads in (False, True):

@@ -45,7 +45,7 @@ def test_a_tensor_as_lr_equals_a_number(info, kwargs, dimensions):
     if kwargs.get("foreach"):
         pytest.skip("torch refuses tensors as lr with foreach")
     for given in (lr, torch.full([1] * dimensions, lr)):
-        if kwargs.get("foreach") is None and dimensions and info.optim_cls is own.Lion:
+        if kwargs.get("foreach") is None and dimensions and not info.supported_impls:
             given = torch.as_tensor(given).reshape(())
         params, optimizer, closure = model_and_step(info, {**copy.deepcopy(kwargs), "lr": given})
         for _ in range(10):
@@ -147,7 +147,7 @@ def test_rosenbrock_with_sparse_gradients(with_schedulers):
     assert torch.equal(*params), "sparse gradients go to torch's step"
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "Signum"])
 def test_sparse_gradients_that_torch_refuses_are_refused(name):
     params = [Parameter(torch.ones(4)), Parameter(torch.ones(4))]
     optimizer = getattr(own, name)(params)

@@ -74,7 +74,7 @@ def test_a_master_follows_torchs_f32_training_and_the_parameter_is_its_rounded_c
         assert torch.equal(one, master.to(one.dtype))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "Signum"])
 def test_bf16_moments_are_the_f32_moments_rounded(name):
     ours, theirs = parameters(), parameters()
     mine, plain = getattr(own, name)(ours, lr=1e-2, moment_dtype=BF16), getattr(own, name)(theirs, lr=1e-2)

@@ -35,13 +35,13 @@ class Run:
 
     def __init__(self, seed):
         chance = random.Random(seed)
-        self.name = chance.choice(["Adam", "AdamW", "Adagrad", "Lion"])
+        self.name = chance.choice(["Adam", "AdamW", "Adagrad", "Lion", "Signum"])
         options, kinds = {}, list(KINDS)
         if chance.random() < 0.4:
             options["max_norm"] = 0.5
         if chance.random() < 0.3:
             options["skip_nonfinite"] = True
-        if self.name == "Lion":
+        if self.name in ("Lion", "Signum"):
             kinds.remove("complex")
         if chance.random() < 0.4:
             kinds = ["f32", "bf16", "f16"]

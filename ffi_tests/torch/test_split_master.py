@@ -60,6 +60,7 @@ def assert_same(split, whole):
         ("Adam", {"weight_decay": 0.1}),
         ("Adagrad", {}),
         ("Lion", {"weight_decay": 0.1}),
+        ("Signum", {"weight_decay": 0.1}),
         ("AdamW", {"moment_dtype": BF16}),
         ("AdamW", STOCHASTIC),
         ("AdamW", {"max_norm": 1.0}),

@@ -116,7 +116,7 @@ def test_a_rollback_of_memory_that_is_of_another_tensor_now_is_refused(cls, what
     assert guard.intact()
 
 
-@pytest.mark.parametrize("cls", ["Adam", "Lion", "Adagrad"])
+@pytest.mark.parametrize("cls", ["Adam", "Lion", "Signum", "Adagrad"])
 def test_changes_of_many_tensors_are_seen_where_the_table_knows_their_objects(cls, monkeypatch):
     """The table loads the cache lines of its objects ahead, also of those that are freed meanwhile."""
     count, loads = 1000, []

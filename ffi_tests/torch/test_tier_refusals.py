@@ -68,6 +68,7 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         (lambda p, tier: own.Adam([{"params": p, "amsgrad": True}], tier=tier), "amsgrad cannot be combined with tier"),
         (lambda p, tier: own.Adagrad(p, tier=tier), "Adagrad: states on a tier are for Adam and AdamW"),
         (lambda p, tier: own.Lion(p, tier=tier), "Lion: states on a tier are for Adam and AdamW"),
+        (lambda p, tier: own.Signum(p, tier=tier), "Signum: states on a tier are for Adam and AdamW"),
         (
             lambda p, tier: own.AdamW(p, host_memory=1 << 30),
             "host_memory is a limit for states on a tier, and of spillway.torch.offload; pass tier",
@@ -86,7 +87,7 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         ),
         (lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, 4)[:, :2])], tier=tier), r"\['params'\]\[0\] .* strides \(4, 1\)"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_cannot_be_combined_is_refused_at_construction(tier, make, words):
     with pytest.raises((spillway.SpillwayError, ValueError), match=words):

@@ -117,8 +117,10 @@ def test_what_the_other_package_lacks_is_refused_by_name(convert: Any) -> None:
     given = params()
     adagrad = own.Adagrad(given)
     train(adagrad, given, 1)
-    with pytest.raises(UnsupportedError, match="has no state 'sum'; pass an Adam"):
+    with pytest.raises(UnsupportedError, match="has no 8-bit Adagrad; pass an Adam"):
         convert(adagrad)
+    with pytest.raises(UnsupportedError, match="has no 8-bit Signum; pass an Adam"):
+        convert(own.Signum(given))
     with pytest.raises(UnsupportedError, match="maximize=True, which .* does not compute"):
         convert(own.AdamW(params(), maximize=True))
     if convert is own.torchao_state_dict:

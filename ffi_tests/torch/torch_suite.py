@@ -38,18 +38,23 @@ _FIELDS = (
 )
 
 
-def _inputs_of_lion(device, dtype=None):
-    return [
-        OptimizerInput(params=None, kwargs=kwargs, desc=desc)
-        for desc, kwargs in [
-            ("default", {}),
-            ("non-default lr", {"lr": 0.01}),
-            ("Tensor lr", {"lr": torch.tensor(0.001)}),
-            ("nonzero weight_decay", {"weight_decay": 0.9}),
-            ("betas", {"betas": (0.8, 0.88)}),
-            ("maximize", {"weight_decay": 0.9, "maximize": True}),
-        ]
+def _by_signs(cls, decay):
+    """Lion or Signum, which torch lacks. They have no choice of implementations."""
+    keywords = [
+        ("default", {}),
+        ("non-default lr", {"lr": 0.01}),
+        ("Tensor lr", {"lr": torch.tensor(0.001)}),
+        ("nonzero weight_decay", {"weight_decay": 0.9}),
+        (next(iter(decay)), decay),
+        ("maximize", {"weight_decay": 0.9, "maximize": True}),
     ]
+    return OptimizerInfo(
+        cls,
+        optim_inputs_func=lambda device, dtype=None: [OptimizerInput(params=None, kwargs=kwargs, desc=desc) for desc, kwargs in keywords],
+        supported_impls=(),
+        not_og_supported_flags=("maximize",),
+        supports_complex=False,
+    )
 
 
 def _info(torchs):
@@ -57,11 +62,7 @@ def _info(torchs):
 
 
 INFOS = [_info(info) for info in optim_db if info.optim_cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
-INFOS.append(
-    OptimizerInfo(
-        own.Lion, optim_inputs_func=_inputs_of_lion, supported_impls=(), not_og_supported_flags=("maximize",), supports_complex=False
-    )
-)
+INFOS += [_by_signs(own.Lion, {"betas": (0.8, 0.88)}), _by_signs(own.Signum, {"momentum": 0.8})]
 BY_NAME = {info.optim_cls.__name__: info for info in INFOS}
 
 

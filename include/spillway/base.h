@@ -197,7 +197,7 @@ typedef struct spw_info {
     uint64_t adagrad_calls;
     // Elements that these calls updated.
     uint64_t adagrad_elements;
-    // Successful Lion calls.
+    // Successful Lion and Signum calls.
     uint64_t lion_calls;
     // Elements that these calls updated.
     uint64_t lion_elements;

@@ -1,6 +1,6 @@
 // spillway/optim.h
 //
-// Optimizer steps over parameters and states in host memory: Adam, AdamW, Adagrad, Lion.
+// Optimizer steps over parameters and states in host memory: Adam, AdamW, Adagrad, Lion, Signum.
 //
 // A step is one call for any number of tensors. It uses the fastest vector unit of the processor and gives the same
 // bits on every processor. The caller owns all memory, and counts the steps in `options.step`:
@@ -89,7 +89,7 @@ typedef struct spw_tensor {
     const void *grad;
     // First moment. NULL for Adagrad.
     void *exp_avg;
-    // Second moment (Adagrad: the sum of squares). NULL for Lion.
+    // Second moment (Adagrad: the sum of squares). NULL for Lion and Signum.
     void *exp_avg_sq;
     // Receives the updated parameter rounded to 16 bits, in the same pass; or NULL. It is read only with take_copy.
     void *param_copy;
@@ -103,8 +103,8 @@ typedef struct spw_tensor {
     void *shadow_exp_avg_sq;
     // `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
     // the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
-    // bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step`,
-    // `spw_lion_step`, `spw_low_bits_settle`, `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
+    // bf16, ties away from zero. Zeros make param its own master. Only the steps of this header, `spw_low_bits_settle`,
+    // `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
     // spans. A recorded step keeps the old values in its log, up to 12 bytes per element.
     void *param_low;
     // A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low, or where a tier has the
@@ -332,6 +332,44 @@ spw_status spw_lion_check(const spw_lion_options *options,
                           const spw_tensor *tensors,
                           uint64_t count);
 
+// Hyper-parameters of a Signum step. Begin with SPW_SIGNUM_OPTIONS_INIT: lr 1e-4, momentum 0.9, no decay, grad_scale 1.
+typedef struct spw_signum_options {
+    // `sizeof(spw_signum_options)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Learning rate, finite and >= 0.
+    double lr;
+    // Decay factor of exp_avg, in [0, 1).
+    double momentum;
+    // Decoupled weight decay, finite and >= 0.
+    double weight_decay;
+    // Factor on the gradient, rounded to f32; not 0.
+    double grad_scale;
+} spw_signum_options;
+
+#define SPW_SIGNUM_OPTIONS_INIT \
+    { sizeof(spw_signum_options), 0, 0.0001, 0.9, 0.0, 1.0 }
+
+// Does one step of SGD by the sign of the momentum (Bernstein et al. 2018) of every tensor. The sign of zero is zero.
+// exp_avg_sq is not used; pass NULL. The bits are those of a Lion step whose two betas are momentum.
+//
+//     g = grad * grad_scale
+//     m = momentum * m + (1 - momentum) * g
+//     p = p - lr * weight_decay * p - lr * sign(m)
+//
+// Arguments, determinism, threads and errors are those of `spw_adam_step`.
+spw_status spw_signum_step(const spw_signum_options *options,
+                           const spw_tensor *tensors,
+                           uint64_t count,
+                           spw_step_stats *stats_out);
+
+// Checks the arguments of the step, and changes nothing: fails as the step would, with the same message. See
+// `spw_adam_check`.
+spw_status spw_signum_check(const spw_signum_options *options,
+                            const spw_tensor *tensors,
+                            uint64_t count);
+
 // Computes the sum of squares and the finiteness of the scaled gradients of `count` tensors, for example for gradient
 // clipping, in one pass over their memory. For one tensor the sum has the same bits as the statistics of its step; the
 // sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype are read. Gradients may
@@ -403,6 +441,9 @@ spw_status spw_codes_write(uint32_t moment,
                            uint64_t n,
                            uint8_t *codes,
                            void *scales);
+
+// Each optimizer of this header, for code that has the same for all.
+#define SPW_OPTIMIZERS(X) X(adam, ADAM) X(adagrad, ADAGRAD) X(lion, LION) X(signum, SIGNUM)
 
 #ifdef __cplusplus
 } // extern "C"

@@ -142,6 +142,11 @@ spw_status spw_spec_begin_lion(const spw_spec *spec,
                                const spw_lion_options *options,
                                double max_norm);
 
+// Opens a round of steps with these options, as `spw_spec_begin_adam`.
+spw_status spw_spec_begin_signum(const spw_spec *spec,
+                                 const spw_signum_options *options,
+                                 double max_norm);
+
 // Reads the counters.
 spw_status spw_spec_get_stats(const spw_spec *spec, spw_spec_stats *stats_out);
 

@@ -108,6 +108,13 @@ spw_status spw_undo_lion_step(spw_undo *undo,
                               uint64_t count,
                               spw_step_stats *stats_out);
 
+// Does the step of these options and records it, as `spw_undo_adam_step`.
+spw_status spw_undo_signum_step(spw_undo *undo,
+                                const spw_signum_options *options,
+                                const spw_tensor *tensors,
+                                uint64_t count,
+                                spw_step_stats *stats_out);
+
 // Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step
 // (SPW_UNDO_MODE_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the
 // call is SPW_ERR_INVALID_ARGUMENT.

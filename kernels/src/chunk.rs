@@ -7,7 +7,7 @@ use super::dispatch::Kernel;
 use super::element::{Dtypes, has_bf16_moments};
 use super::kept;
 use super::publish::publish;
-use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
+use super::rules::{AdamRule, Arithmetic, plain_rules};
 use super::split::step_split;
 use super::stochastic::{RandomBits, Stochastic};
 use super::take::take_copy;
@@ -47,8 +47,7 @@ macro_rules! rule {
     };
 }
 
-rule!(AdagradRule);
-rule!(LionRule);
+plain_rules!(rule);
 
 impl AdamRule {
     /// Fails if the rule rounds stochastically, and these types have no moments that it could round.

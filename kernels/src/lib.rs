@@ -2,7 +2,7 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `rules` | the arithmetic of the optimizers, written once over a vector |
 //! | `stochastic` | Adam with stochastic rounding of bf16 moments |
 //! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
@@ -75,7 +75,7 @@ pub use float_mode::IeeeMode;
 pub use lent::LentTensor;
 pub use log::{log_bytes, log_has_values, log_used_of};
 pub use publish::publish;
-pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
+pub use rules::*;
 pub use step::grad_squares;
 pub use stochastic::{RandomBits, stochastic_key};
 pub use tensor::{States, Tensor, needs_a_log};

@@ -19,6 +19,8 @@
 //!                      p = fma(p, -lr*wd, p)
 //!                      p = p - lr*sign(c)
 //!                      m = fma(g, 1-b2, m*b2)
+//!
+//! Signum               Lion with b1 = b2, so that c is the new m
 //! ```
 //!
 //! The new p is computed from the f32 values of m and v, also where m and v are stored in 16 bits. A weight decay of
@@ -29,6 +31,15 @@
 //! over.
 
 use super::vector::Vector;
+
+/// Calls a macro with each rule that steps in one way only. Adam can also round at random.
+macro_rules! plain_rules {
+    ($with:ident) => {
+        $with!($crate::AdagradRule);
+        $with!($crate::LionRule);
+    };
+}
+pub(super) use plain_rules;
 
 /// Parameter and states of one group of elements.
 #[derive(Clone, Copy)]
@@ -47,10 +58,19 @@ pub struct ElementState<V> {
 /// All methods have the same contract as [`Vector`].
 pub trait Corrector<V: Vector> {
     /// Returns the old parameter.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn param(&mut self, estimate: V) -> V;
     /// Returns the old first moment.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn exp_avg(&mut self, estimate: V) -> V;
     /// Returns the old second moment.
+    ///
+    /// # Safety
+    /// As the trait.
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V;
 }
 

@@ -52,6 +52,14 @@ fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
     (p - sign, g.mul_add(1.0 - i.b2, m * i.b2), v)
 }
 
+/// Lion with two equal betas.
+fn signum(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    let m = (grad * i.scale).mul_add(1.0 - i.b1, m * i.b1);
+    let p = p.mul_add(-i.lr * i.decay, p);
+    let sign = if m == 0.0 || m.is_nan() { m } else { i.lr.copysign(m) };
+    (p - sign, m, v)
+}
+
 /// The summation tree of `squares`, written out.
 pub fn reference_sum(grads: &[f32]) -> f64 {
     fn tree(tiles: &[f64]) -> f64 {
@@ -233,8 +241,9 @@ fn every_kernel_has_the_bits_of_the_reference() {
         decay_factor: -i.lr * i.decay,
     };
     cases += check("lion", rule, lion);
+    cases += check("signum", LionRule { beta2: i.b1, one_minus_beta2: 1.0 - i.b1, ..rule }, signum);
     let each = cases / kernels().len();
-    assert!(emulated() || each == 5 * all_dtypes().len() * LENGTHS.len() * 2 * 2, "{each}");
+    assert!(emulated() || each == 6 * all_dtypes().len() * LENGTHS.len() * 2 * 2, "{each}");
     let kernels: Vec<&str> = kernels().into_iter().map(Kernel::name).collect();
     // Writes past the capture of the test harness, so that the output on any machine shows which kernels ran.
     writeln!(std::io::stdout(), "{each} cases on each of {}", kernels.join(", ")).unwrap();

@@ -114,6 +114,7 @@ const LION: LionRule = LionRule {
     one_minus_beta2: 0.01,
     decay_factor: -1e-6,
 };
+const SIGNUM: LionRule = LionRule { beta2: LION.beta1, one_minus_beta2: LION.one_minus_beta1, ..LION };
 const ADAGRAD: AdagradRule = AdagradRule { grad_scale: 1.0, step_size: -1e-2, eps: 1e-10, weight_decay: 0.1 };
 
 /// Steps and rolls back `cycles` times over `rules` and gradients of every kind; the bits must equal
@@ -187,7 +188,7 @@ fn a_million_cycles_leave_the_bits_on_every_kernel() {
     for kernel in kernels() {
         cycle(kernel, &rules, 1_000_000 / fewer);
         cycle(kernel, &[ADAGRAD], 100_000 / fewer);
-        cycle(kernel, &[LION], 100_000 / fewer);
+        cycle(kernel, &[LION, SIGNUM], 100_000 / fewer);
     }
 }
 

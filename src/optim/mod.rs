@@ -1,26 +1,24 @@
 //! Optimizer steps over whole tensors: converts hyper-parameters to coefficients, and runs the kernels on all chunks.
 #![forbid(unsafe_code)]
 
-pub mod adagrad;
 pub mod adam;
 pub(crate) mod check;
 pub mod checksums;
 pub mod codes;
 pub mod copies;
 pub mod deepspeed;
-mod family;
 pub mod grad;
 mod job;
 mod kernel_choice;
 pub mod lent;
-pub mod lion;
 pub mod low_bits;
+pub mod optimizers;
 pub mod parallel;
 pub mod recording;
 mod step_stats;
 pub mod undo;
 
-pub use family::Family;
 pub use kernel_choice::kernel;
+pub use optimizers::Family;
 pub use parallel::step;
 pub use step_stats::StepStats;

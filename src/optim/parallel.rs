@@ -8,8 +8,8 @@
 //!   workers that are awake.
 #![forbid(unsafe_code)]
 
-use super::family::Family;
 pub use super::job::{Job, elements};
+use super::optimizers::Family;
 use super::step_stats::StepStats;
 use crate::error::Result;
 use crate::kernel::squares::{self, TILE, split};

@@ -6,8 +6,8 @@
 //! - The log belongs to the step that is recorded, in the order of its tensors.
 #![forbid(unsafe_code)]
 
-use super::family::{Family, RecordedStep, WithTensors};
 use super::lent::Lent;
+use super::optimizers::{Family, RecordedStep, WithTensors};
 use super::parallel::{self, Job};
 use super::step_stats::StepStats;
 use super::undo;

@@ -51,7 +51,7 @@ from .errors import (
 )
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
-from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, accumulate_, grad_stats
+from .optim import Adagrad, Adam, Lion, Prepared, Recording, Signum, StepStats, accumulate_, grad_stats
 from .planner import plan_model
 from .speculate import Speculation
 from .swap import Swap
@@ -83,6 +83,7 @@ __all__ = [
     "Prepared",
     "Rates",
     "Recording",
+    "Signum",
     "Speculation",
     "SpillwayError",
     "StepStats",
@@ -122,7 +123,7 @@ _log_callback = None
 
 
 class OptimizerStats(_typing.NamedTuple):
-    """Number of calls and of stepped elements of each optimizer in this process since the library was loaded."""
+    """Number of calls and of stepped elements of each optimizer in this process since the library was loaded. A Signum counts as a Lion."""
 
     adam_calls: int
     adam_elements: int

@@ -20,6 +20,7 @@ import sys
 
 from . import _abi, _console, _native
 from ._import_hook import unheard
+from .optim import TORCH_CLASSES
 
 _URING = _abi.IO_BACKEND_URING
 
@@ -153,7 +154,7 @@ _SHORT = {
 def _torch(version: str) -> list[tuple[str, str]]:
     text = "yes, on the CPU: from spillway.torch import "
     offload = ("offload", "yes, with parameters on a GPU or the CPU: from spillway.torch import offload")
-    return [offload, *((name, f"{text}{name}") for name in ("Adam", "AdamW", "Adagrad", "Lion"))]
+    return [offload, *((name, f"{text}{name}") for name in TORCH_CLASSES)]
 
 
 def _megatron(version: str) -> list[tuple[str, str]]:

@@ -381,6 +381,18 @@ class LionOptions(Given):
     ]
 
 
+class SignumOptions(Given):
+    c_name = "spw_signum_options"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("lr", c_double),
+        ("momentum", c_double),
+        ("weight_decay", c_double),
+        ("grad_scale", c_double),
+    ]
+
+
 class GradTensor(Structure):
     c_name = "spw_grad_tensor"
     _fields_ = [
@@ -1257,6 +1269,7 @@ STRUCTURES = (
     StepStats,
     AdagradOptions,
     LionOptions,
+    SignumOptions,
     GradTensor,
     UndoOptions,
     PinnedOptions,
@@ -1343,6 +1356,10 @@ PROTOTYPES = {
     "spw_lion_check": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count")]),
     "spw_undo_lion_step": (c_int32, [c_void_p, POINTER(LionOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_spec_begin_lion": (c_int32, [c_void_p, POINTER(LionOptions), c_double]),
+    "spw_signum_step": (c_int32, [POINTER(SignumOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
+    "spw_signum_check": (c_int32, [POINTER(SignumOptions), address("tensors"), u64("count")]),
+    "spw_undo_signum_step": (c_int32, [c_void_p, POINTER(SignumOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
+    "spw_spec_begin_signum": (c_int32, [c_void_p, POINTER(SignumOptions), c_double]),
     "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_checksums": (c_int32, [POINTER(c_void_p), address("bytes"), u64("count"), POINTER(c_uint64)]),

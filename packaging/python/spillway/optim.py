@@ -1,4 +1,4 @@
-"""Adam, Adagrad and Lion over numpy arrays and torch tensors, many tensors per call, without copies.
+"""Optimizers over numpy arrays and torch tensors, many tensors per call, without copies.
 
     adam = spillway.Adam(lr=1e-3)
     adam.step([(param, grad, exp_avg, exp_avg_sq), ...])
@@ -350,6 +350,41 @@ class Lion(_Optimizer):
     lr: _Option[float] = _option("lr", "Learning rate of the next step.")
     betas: _Option[tuple[float, float]] = _betas("Decay rates of the moment in the next step.")
     weight_decay: _Option[float] = _option("weight_decay", "Weight decay of the next step.")
+
+
+class Signum(_Optimizer):
+    """SGD by the sign of the momentum (Bernstein et al. 2018): each element moves by lr.
+
+    A tensor is a tuple (param, grad, exp_avg[, param_copy]).
+
+    Args:
+        lr: Learning rate; None: 1e-4.
+        momentum: Decay rate of exp_avg, the mean of the gradients; None: 0.9.
+        weight_decay: Decoupled weight decay; None: 0.
+
+    Raises:
+        InvalidArgumentError: An option is not a number.
+
+    Example:
+        spillway.Signum(lr=1e-4).step([(param, grad, exp_avg)])"""
+
+    __slots__ = ()
+
+    c_name: str = "signum"
+    _options_type, _states = _abi.SignumOptions, ("exp_avg",)
+    _public = ("lr", "momentum", "weight_decay")
+    _defaults = {"lr": 1e-4, "momentum": 0.9, "grad_scale": 1.0}
+
+    def __init__(self, lr: float | None = None, momentum: float | None = None, weight_decay: float | None = None):
+        super().__init__(lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+    lr: _Option[float] = _option("lr", "Learning rate of the next step.")
+    momentum: _Option[float] = _option("momentum", "Decay rate of exp_avg in the next step.")
+    weight_decay: _Option[float] = _option("weight_decay", "Weight decay of the next step.")
+
+
+#: The names of the classes of `spillway.torch` that step as the classes above.
+TORCH_CLASSES: tuple[str, ...] = ("AdamW", *(kind.__name__ for kind in _Optimizer.__subclasses__()))
 
 
 class Prepared:

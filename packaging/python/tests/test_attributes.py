@@ -36,6 +36,9 @@ SET = [
     (spillway.Lion, "lr", 0.5),
     (spillway.Lion, "betas", (0.5, 0.25)),
     (spillway.Lion, "weight_decay", 0.5),
+    (spillway.Signum, "lr", 0.5),
+    (spillway.Signum, "momentum", 0.5),
+    (spillway.Signum, "weight_decay", 0.5),
 ]
 
 
@@ -48,7 +51,7 @@ def test_an_option_that_is_set_later_is_that_of_the_constructor(kind, name, valu
     assert bytes(later.options_of_next_step(1.0)) == bytes(given.options_of_next_step(1.0))
 
 
-@pytest.mark.parametrize("kind", [spillway.Adam, spillway.Adagrad, spillway.Lion])
+@pytest.mark.parametrize("kind", [spillway.Adam, spillway.Adagrad, spillway.Lion, spillway.Signum])
 def test_every_argument_of_an_optimizer_can_be_set_later(kind):
     assert {name for own, name, _ in SET if own is kind} == set(inspect.signature(kind).parameters)
 
@@ -73,7 +76,7 @@ def test_a_wrong_value_is_named_and_changes_nothing(kind, name, value):
     assert bytes(optimizer.options_of_next_step(1.0)) == before
 
 
-@pytest.mark.parametrize("kind", [spillway.Adam, spillway.Adagrad, spillway.Lion])
+@pytest.mark.parametrize("kind", [spillway.Adam, spillway.Adagrad, spillway.Lion, spillway.Signum])
 def test_a_misspelled_option_is_an_error(kind):
     with pytest.raises(AttributeError, match="wieght_decay"):
         kind().wieght_decay = 0.1

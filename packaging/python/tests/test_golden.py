@@ -13,7 +13,7 @@ import pytest
 import spillway
 from spillway import _abi, _native
 
-OPTIMIZERS = {"adam": spillway.Adam, "adagrad": spillway.Adagrad, "lion": spillway.Lion}
+OPTIMIZERS = {"adam": spillway.Adam, "adagrad": spillway.Adagrad, "lion": spillway.Lion, "signum": spillway.Signum}
 _FORMATS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
 _NAN_F32 = 0x7F800000
 

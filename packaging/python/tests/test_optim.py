@@ -1,10 +1,13 @@
 """Proves the Python optimizers against formulas in float64 and against torch's conversions: values, statistics,
 copies, prepared tables, counters."""
 
+import re
+
 import numpy as np
 import pytest
 
 import spillway
+from spillway import _abi
 
 torch = pytest.importorskip("torch")
 
@@ -59,7 +62,30 @@ def test_lion_follows_its_paper_and_leaves_a_zero_update_alone():
     np.testing.assert_allclose(param, p, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind, arity", [(spillway.Adam, 4), (spillway.Adagrad, 3), (spillway.Lion, 3)])
+def test_signum_follows_its_paper_and_leaves_a_zero_update_alone():
+    param, grad = random_arrays(3, 779, 2)
+    grad[:10] = 0
+    exp_avg = np.zeros(779, np.float32)
+    p, m = param.astype(np.float64), np.zeros(779)
+    signum = spillway.Signum(lr=1e-2, momentum=0.8, weight_decay=0.1)
+    for _ in range(10):
+        m = 0.8 * m + 0.2 * grad
+        p = p * (1 - 1e-2 * 0.1) - 1e-2 * np.sign(m)
+        signum.step([(param, grad, exp_avg)])
+    np.testing.assert_allclose(param, p, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(exp_avg, m, rtol=1e-5, atol=1e-6)
+
+
+def test_every_optimizer_of_the_c_interface_has_a_class_and_every_count_a_field():
+    names = {name[4:-5] for name in _abi.PROTOTYPES if re.fullmatch("spw_[a-z]+_step", name)}
+    kinds = [kind for kind in vars(spillway).values() if isinstance(kind, type) and hasattr(kind, "c_name")]
+    assert {kind.c_name for kind in kinds} == names
+    assert {kind.__name__ for kind in kinds} <= {*spillway.__all__}
+    counts = [name for name, _ in _abi.Info._fields_ if name.endswith(("_calls", "_elements"))]
+    assert counts == [*spillway.OptimizerStats._fields]
+
+
+@pytest.mark.parametrize("kind, arity", [(spillway.Adam, 4), (spillway.Adagrad, 3), (spillway.Lion, 3), (spillway.Signum, 3)])
 def test_a_prepared_table_gives_the_bits_of_single_calls(kind, arity):
     sizes = [1, 15, 16, 17, 1000, 70_001, 0, 3]
     one_by_one = [[a.copy() for a in random_arrays(n, n, arity)] for n in sizes]

@@ -10,7 +10,7 @@ import spillway
 from spillway import _native
 
 N = 3001
-KINDS = {"Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("exp_avg_sq",), "Lion": ("exp_avg",)}
+KINDS = {"Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("exp_avg_sq",), "Lion": ("exp_avg",), "Signum": ("exp_avg",)}
 
 
 def aligned(source, scale):

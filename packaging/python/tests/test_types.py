@@ -177,6 +177,8 @@ def test_every_public_name_has_a_description(name, value):
     assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
-@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Lion", "Prepared", "Recording", "Tier", "Swap", "Speculation", "Gpu", "Interleave"])
+@pytest.mark.parametrize(
+    "kind", ["Adam", "Adagrad", "Lion", "Signum", "Prepared", "Recording", "Tier", "Swap", "Speculation", "Gpu", "Interleave"]
+)
 def test_every_class_has_an_example(kind):
     assert "Example:" in getattr(spillway, kind).__doc__

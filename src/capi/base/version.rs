@@ -64,7 +64,7 @@ pub struct spw_info {
     pub adagrad_calls: u64,
     /// Elements that these calls updated.
     pub adagrad_elements: u64,
-    /// Successful Lion calls.
+    /// Successful Lion and Signum calls.
     pub lion_calls: u64,
     /// Elements that these calls updated.
     pub lion_elements: u64,

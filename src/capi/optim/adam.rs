@@ -26,7 +26,7 @@ pub enum spw_rounding {
     SPW_ROUNDING_STOCHASTIC = 1,
 }
 
-c_struct! { first 72, initial adam_defaults;
+c_struct! { first 72, initial StepOptions::set_defaults;
 /// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
 /// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay. beta1, beta2 and
 /// eps may each be 0, but not all three: a gradient of 0 would then make the parameter NaN.
@@ -63,11 +63,6 @@ pub struct spw_adam_options {
     /// bits of a tensor of the whole parameter. Other calls need 0.
     pub rounding_first: u64,
 }
-}
-
-fn adam_defaults(raw: &mut spw_adam_options) {
-    let AdamOptions { step, lr, beta1, beta2, eps, weight_decay, grad_scale, .. } = AdamOptions::default();
-    *raw = spw_adam_options { step, lr, beta1, beta2, eps, weight_decay, grad_scale, ..*raw };
 }
 
 /// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
@@ -116,6 +111,12 @@ pub unsafe extern "C" fn spw_adam_check(
 
 impl StepOptions for spw_adam_options {
     type Rule = AdamRule;
+
+    fn set_defaults(&mut self) {
+        let AdamOptions { step, lr, beta1, beta2, eps, weight_decay, grad_scale, .. } =
+            AdamOptions::default();
+        *self = spw_adam_options { step, lr, beta1, beta2, eps, weight_decay, grad_scale, ..*self };
+    }
 
     fn rule(&self) -> Result<AdamRule> {
         match self.rounding_first {

@@ -1,4 +1,4 @@
-//! Optimizer steps over parameters and states in host memory: Adam, AdamW, Adagrad, Lion.
+//! Optimizer steps over parameters and states in host memory: Adam, AdamW, Adagrad, Lion, Signum.
 //!
 //! A step is one call for any number of tensors. It uses the fastest vector unit of the processor and gives the same
 //! bits on every processor. The caller owns all memory, and counts the steps in `options.step`:
@@ -27,9 +27,7 @@ pub mod tensor;
 
 pub mod adam;
 
-pub mod adagrad;
-
-pub mod lion;
+pub mod optimizers;
 
 pub mod grad;
 
@@ -39,4 +37,4 @@ pub mod low_bits;
 
 pub mod codes;
 
-pub use {adagrad::*, adam::*, checksum::*, codes::*, grad::*, lion::*, low_bits::*, tensor::*};
+pub use {adam::*, checksum::*, codes::*, grad::*, low_bits::*, optimizers::*, tensor::*};

@@ -18,6 +18,9 @@ pub(in crate::capi) trait StepOptions: AbiStruct {
     /// Coefficients of a step.
     type Rule: Family;
 
+    /// Sets the options whose default is not 0.
+    fn set_defaults(&mut self);
+
     /// The coefficients. An error names the option.
     fn rule(&self) -> Result<Self::Rule>;
 
@@ -25,10 +28,57 @@ pub(in crate::capi) trait StepOptions: AbiStruct {
     fn grad_scale(&self) -> f64;
 }
 
-/// The calls of an optimizer beside its step and those of Adam. The tool that writes the headers expands the text between
-/// the braces, and puts each call behind Adam's call of its kind.
+/// Implements [`StepOptions`] for structs whose options are the fields of a struct of `optim`, with that struct's defaults
+/// and its check. Lists them in `option_structs`.
+macro_rules! step_options {
+    ($($options:ident from $parsed:ident { $($field:ident),* } for $rule:ident;)*) => {
+        $(impl StepOptions for $options {
+            type Rule = $rule;
+
+            fn set_defaults(&mut self) {
+                let $parsed { $($field),* } = $parsed::default();
+                *self = $options { $($field,)* ..*self };
+            }
+
+            fn rule(&self) -> Result<$rule> {
+                abi_struct::zero("options.reserved", self.reserved)?;
+                abi_struct::initialised::<Self>("options.grad_scale", self.grad_scale == 0.0)?;
+                let options = parsed!($parsed from self { $($field),* });
+                options.rule().map_err(|error| error.within("options."))
+            }
+
+            fn grad_scale(&self) -> f64 {
+                self.grad_scale
+            }
+        })*
+
+        /// The structs above, for the list of all.
+        pub(in crate::capi) fn option_structs() -> Vec<CStruct> {
+            vec![$(CStruct::of::<$options>(),)*]
+        }
+    };
+}
+pub(in crate::capi) use step_options;
+
+/// The calls of an optimizer, with the text about its step. The tool that writes the headers expands the text between the
+/// braces, and puts each call of another header behind Adam's call of its kind.
 macro_rules! optimizer_calls {
-    ($options:ident: $check:ident, $recorded_step:ident, $begin_round:ident) => {
+    ($(#[$about:meta])* $options:ident: $step:ident, $check:ident, $recorded_step:ident, $begin_round:ident) => {
+        $(#[$about])*
+        ///
+        /// # Safety
+        /// As `spw_adam_step`.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $step(
+            options: In<$options>,
+            tensors: In<spw_tensor>,
+            count: u64,
+            stats_out: Out<spw_step_stats>,
+        ) -> spw_status {
+            // SAFETY: the caller meets the callee's requirements.
+            guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
+        }
+
         /// Checks the arguments of the step, and changes nothing: fails as the step would, with the same message. See
         /// `spw_adam_check`.
         ///

@@ -69,7 +69,7 @@ pub struct spw_tensor {
     pub grad: *const c_void,
     /// First moment. NULL for Adagrad.
     pub exp_avg: *mut c_void,
-    /// Second moment (Adagrad: the sum of squares). NULL for Lion.
+    /// Second moment (Adagrad: the sum of squares). NULL for Lion and Signum.
     pub exp_avg_sq: *mut c_void,
     /// Receives the updated parameter rounded to 16 bits, in the same pass; or NULL. It is read only with take_copy.
     pub param_copy: *mut c_void,
@@ -83,8 +83,8 @@ pub struct spw_tensor {
     pub shadow_exp_avg_sq: *mut c_void,
     /// `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
     /// the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
-    /// bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step`,
-    /// `spw_lion_step`, `spw_low_bits_settle`, `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
+    /// bf16, ties away from zero. Zeros make param its own master. Only the steps of this header, `spw_low_bits_settle`,
+    /// `spw_undo_*`, `spw_spec_submit` and `spw_stage_submit` take it, without shadow
     /// spans. A recorded step keeps the old values in its log, up to 12 bytes per element.
     pub param_low: *mut c_void,
     /// A word for each 4,096 elements, the last of which may be fewer, or NULL. Only with param_low, or where a tier has the

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..deepspeed import job as deepspeed_job
 from ..errors import InvalidArgumentError
+from ..optim import TORCH_CLASSES
 from . import files
 from .findings import Findings, JobPart, Obstacle
 
@@ -47,7 +48,7 @@ _CONFIGURES = {
 #: What a job uses of Spillway, beside classes.
 _CALLS = ("offload", "install")
 #: What `from MODULE import *` gives.
-_ALL_OF = {"torch.optim": _CLASSES, "deepspeed.ops.adam": ("DeepSpeedCPUAdam",), "spillway.torch": (*_CLASSES, "Lion", "Staged", "offload")}
+_ALL_OF = {"torch.optim": _CLASSES, "deepspeed.ops.adam": ("DeepSpeedCPUAdam",), "spillway.torch": (*TORCH_CLASSES, "Staged", "offload")}
 #: How the line begins by which DeepSpeed's ops are served.
 _BY_VARIABLE = "SPILLWAY_DEEPSPEED=1 "
 #: The package that a module needs.

@@ -8,7 +8,7 @@
     optimizer.zero_grad()
 
 `AdamW`, `Adam` and `Adagrad` are subclasses of torch's classes with the same arguments, state and `state_dict`. A checkpoint of one
-loads into the other. `Lion` is a `torch.optim.Optimizer`. One step of all parameters is one call of the library.
+loads into the other. `Lion` and `Signum` are optimizers of torch. One step of all parameters is one call of the library.
 
 Spillway steps parameters and gradients that are contiguous in CPU memory, in float32, bfloat16 or float16, DTensors included.
 Other parameters (on a GPU, float64, complex, sparse gradients) and groups with `amsgrad`, `capturable` or `differentiable` are
@@ -32,10 +32,9 @@ import torch
 
 from .. import _abi
 from .._groups import Rule
-from ..errors import InvalidArgumentError
-from ._keywords import take_beyond
 from ._offload.entry import offload
 from ._optimizer import SpillwayOptimizer
+from ._signs import SignOptimizer
 from ._staged.optimizer import Staged
 from ._states import ADAM, ADAMW
 from ._tier_states import TierOptions
@@ -55,6 +54,7 @@ __all__ = [
     "AdamW",
     "Flow",
     "Lion",
+    "Signum",
     "Staged",
     "TierOptions",
     "bitsandbytes_state_dict",
@@ -267,7 +267,7 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
         )
 
 
-class Lion(SpillwayOptimizer):
+class Lion(SignOptimizer):
     """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms), with decoupled weight decay.
 
     Args:
@@ -305,31 +305,45 @@ class Lion(SpillwayOptimizer):
         maximize: bool = False,
         **beyond: Unpack[Beyond],
     ) -> None:
-        further: dict[str, Any] = {**beyond}
-        own = take_beyond(further)
-        if further:
-            raise TypeError(f"Lion.__init__() got an unexpected keyword argument {next(iter(further))!r}")
-        for name, value, fits in [
-            ("lr", lr, lr >= 0),
-            ("betas[0]", betas[0], 0 <= betas[0] < 1),
-            ("betas[1]", betas[1], 0 <= betas[1] < 1),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ]:
-            if not fits:
-                raise InvalidArgumentError(f"Lion: {name} is {value!r}, which is out of range")
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-        self._keep(**own)
+        self._begin(params, beyond, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
 
-    def _torch_step(self) -> None:
-        """Lion in torch operations, for parameters that Spillway does not serve."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                grad = -param.grad if group["maximize"] else param.grad
-                state = self.state[param]
-                if not state:
-                    state.update(self._home.precision.new_state(self._rule, group, param))
-                average = state["exp_avg"]
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(torch.lerp(grad, average, beta1).sign_(), alpha=-float(group["lr"]))
-                average.lerp_(grad, 1 - beta2)
+
+class Signum(SignOptimizer):
+    """Signum, SGD by the sign of the momentum (Bernstein et al. 2018), with decoupled weight decay.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr: Learning rate: each element of a parameter moves by it.
+        momentum: Decay rate of exp_avg, the mean of the gradients.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize instead of minimize.
+        max_norm: Gradients are clipped to this global norm within the step, and `grad_norm` is the norm before; None: no clipping.
+        process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        undo: rollback() restores all bits of the last step.
+        moment_dtype: "bf16" or torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
+        master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
+            master in the parameter and 16 low bits in their state. None: no master.
+        tier, host_memory, overlap: For Adam and AdamW; the defaults here.
+
+    Raises:
+        InvalidArgumentError: An argument is out of range.
+        UnsupportedError: Keywords cannot be combined, or the parameters cannot have them.
+
+    Example:
+        optimizer = spillway.torch.Signum(model.parameters(), lr=1e-4)"""
+
+    _rule = Rule("signum", _abi.SignumOptions, {"exp_avg": "exp_avg"}, ("lr", "weight_decay", "momentum"), counted=False)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **beyond: Unpack[Beyond],
+    ) -> None:
+        self._begin(params, beyond, lr=lr, momentum=momentum, weight_decay=weight_decay, maximize=maximize)

@@ -102,6 +102,8 @@ def _converted(
         for option in _REFUSED:
             if group.get(option):
                 raise UnsupportedError(f"{package}_state_dict: a group has {option}=True, which {package} does not compute")
+        if "betas" not in group:
+            raise UnsupportedError(f"{package}_state_dict: {package} has no 8-bit {type(optimizer).__name__}; pass an Adam, AdamW or Lion")
     saved = wide_state_dict(optimizer)
     groups = [regroup({key: value for key, value in group.items() if key not in _LACKED}) for group in saved["param_groups"]]
     # One parameter after another: a moment goes once it is encoded.

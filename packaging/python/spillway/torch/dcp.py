@@ -52,7 +52,7 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: St
 
     save() reads them. After load(), set_optimizer_state_dict() or load_state_dict() writes the values of the checkpoint to the tier. An
     optimizer without a tier has its states themselves. Before the first step torch makes states by a step with a learning rate of zero,
-    which it counts. Those of AdamW, Adam, Adagrad, Lion and offload() do not count it here.
+    which it counts. Those of AdamW, Adam, Adagrad, Lion, Signum and offload() do not count it here.
 
     Args:
         model: The model of all parameters of the optimizer.

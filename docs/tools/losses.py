@@ -1,4 +1,4 @@
-"""Draws docs/losses.svg, the picture of the page about narrow states, from the record of trainings.
+"""Draws the pictures of the page about narrow states from the records of trainings.
 
 python docs/tools/losses.py"""
 
@@ -6,22 +6,27 @@ import pathlib
 
 import measurements
 
-PICTURE = pathlib.Path(__file__).resolve().parents[1] / "losses.svg"
+_DOCS = pathlib.Path(__file__).resolve().parents[1]
+#: The record and the model of each picture.
+PICTURES = {
+    _DOCS / "losses.svg": ("narrow_losses", "a small GPT"),
+    _DOCS / "losses-25m.svg": ("narrow_losses_25m", "a GPT of 25 M parameters"),
+}
 PLAIN = "float32"
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5")
 #: The place of the axes, in pixels, and the steps of a point.
 _LEFT, _RIGHT, _TOP, _BOTTOM, _POINT = 80, 660, 50, 330, 100
 
 
-def curves():
+def curves(record):
     """Of each kind of states the losses at each point: the mean of the seeds, the lowest and the highest, by kind and name."""
-    rows = measurements.read("narrow_losses")["rows"]
+    rows = measurements.read(record)["rows"]
     return {row["case"]["states"]: {name: figure["runs"] for name, figure in row["figures"].items()} for row in rows}
 
 
-def picture():
-    """The text of the picture: what the loss of each kind is above the mean of float32 states, and the range of their seeds."""
-    found = curves()
+def picture(record, model):
+    """The text of a picture: what the loss of each kind is above the mean of float32 states, and the range of their seeds."""
+    found = curves(record)
     plain = found[PLAIN]
     kinds = {kind: own for kind, own in found.items() if kind != PLAIN}
     above = {kind: [one - other for one, other in zip(own["curve"], plain["curve"], strict=True)] for kind, own in kinds.items()}
@@ -38,7 +43,7 @@ def picture():
     lines = [
         '<svg width="900" height="380" viewBox="0 0 900 380" xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13">',
         '<rect width="900" height="380" fill="white"/>',
-        '<text x="10" y="24" font-weight="bold">Loss above the mean of float32 states, while a small GPT trains</text>',
+        f'<text x="10" y="24" font-weight="bold">Loss above the mean of float32 states, while {model} trains</text>',
         f'<polygon points="{" ".join([*lower, *reversed(upper)])}" fill="#e5e7eb"/>',
         f'<line x1="{_LEFT}" y1="{_TOP}" x2="{_LEFT}" y2="{_BOTTOM}" stroke="black"/>',
         f'<line x1="{_LEFT}" y1="{_BOTTOM}" x2="{_RIGHT}" y2="{_BOTTOM}" stroke="black"/>',
@@ -57,4 +62,5 @@ def picture():
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture())
+    for path, of in PICTURES.items():
+        path.write_text(picture(*of))

@@ -5,8 +5,8 @@
 "small" has 0.4 M parameters and computes in float32. "25m" has 25 M, and computes in bfloat16 by torch's autocast.
 
 A seed gives the first weights and the batches, which are the same for all optimizers. The program prints the rows of the record
-narrow_losses.json. `loss` has the mean of the last fifty steps for each seed, `curve` the mean over the seeds of each hundred steps, and
-`lowest` and `highest` the same of the seeds that are lowest and highest there."""
+narrow_losses.json, or of narrow_losses_25m.json. `loss` has the mean of the last fifty steps for each seed, `curve` the mean over the
+seeds of each hundred steps, and `lowest` and `highest` the same of the seeds that are lowest and highest there."""
 
 import argparse
 import json
@@ -125,7 +125,7 @@ def main():
     size = SIZES[args.model]
     for name in size.kinds:
         trainings = [losses_of(text, len(letters), size, seed, args.steps, KINDS[name]) for seed in range(args.seeds)]
-        row = {"case": {"model": args.model, "states": name}, "figures": figures(trainings), "headline": "loss", "better": "lower"}
+        row = {"case": {"states": name}, "figures": figures(trainings), "headline": "loss", "better": "lower"}
         print(json.dumps(row), flush=True)
 
 

@@ -39,10 +39,11 @@ def test_the_picture_of_the_readme_is_fresh():
     assert iteration.PICTURE.read_text() == iteration.picture(), "run python docs/tools/iteration.py"
 
 
-def test_the_picture_of_losses_is_fresh():
+def test_the_pictures_of_losses_are_fresh():
     import losses
 
-    assert losses.PICTURE.read_text() == losses.picture(), "run python docs/tools/losses.py"
+    for path, of in losses.PICTURES.items():
+        assert path.read_text() == losses.picture(*of), "run python docs/tools/losses.py"
 
 
 def test_the_readme_has_at_most_700_words():

@@ -2,9 +2,14 @@
 
 import copy
 import functools
+import gc
 import math
 import os
+import pathlib
 import pickle
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -301,3 +306,88 @@ def test_the_class_has_torchaos_name_too():
     assert one.defaults == other.defaults != spillway.torch.offload(params).defaults
     with pytest.raises(spillway.InvalidArgumentError, match="optimizer_class are the same argument"):
         spillway.torch.offload(params, torch.optim.Adam, optimizer_class=torch.optim.Adam)
+
+
+def test_a_pending_verdict_is_that_of_the_options_at_step():
+    """What the program sets after step() is for the next one."""
+    for name, value in (("skip_nonfinite", True), ("max_norm", None)):
+        ends = []
+        for verdict in ("step", "forward"):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 3)
+            optimizer = offload(model, lr=0.1, verdict=verdict, model=model, **({"max_norm": 0.1} if name == "max_norm" else {}))
+            model(torch.ones(2, 3)).sum().backward()
+            if name == "skip_nonfinite":
+                model.weight.grad[0, 0] = torch.nan
+            optimizer.step()
+            setattr(optimizer, name, value)
+            optimizer.settle()
+            ends.append((model.weight.detach().clone(), optimizer.skipped, optimizer.grad_norm))
+        assert torch.equal(ends[0][0].nan_to_num(7.0), ends[1][0].nan_to_num(7.0)) and ends[0][1:] == ends[1][1:]
+
+
+def test_a_closed_optimizer_has_given_its_memory_back_and_says_so():
+    params, optimizer = trained(1000, 2000)
+    memory = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    optimizer.close()
+    gc.collect()
+    assert memory() is None and not any(optimizer.memory().host.values())
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.state, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+            use()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("max_norm", "x"), ("max_norm", 0), ("skip_nonfinite", "no"), ("overlap", "x"), ("process_group", 3), ("flow", 3)]
+)
+def test_an_attribute_that_has_no_meaning_is_refused(name, value):
+    optimizer = offload(torch.nn.Linear(2, 2))
+    before = getattr(optimizer, name)
+    with pytest.raises((spillway.InvalidArgumentError, AttributeError)):
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) is before
+
+
+FORKED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch, spillway, offload_runs
+from offload_runs import Later, offload
+from spillway.torch._offload import slot
+
+link = Later()
+slot.link_to = lambda param: link
+model = torch.nn.Linear(4, 4)
+optimizer = offload(model, lr=0.1, max_norm=1.0, verdict="forward", model=model)
+for moment in ("after backward", "after step"):
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.settle()
+    model(torch.ones(1, 4)).sum().backward()
+    if moment == "after step":
+        optimizer.step()
+    if os.fork() == 0:
+        try:
+            optimizer.step() if moment == "after backward" else optimizer.settle()
+        except spillway.SpillwayError:
+            optimizer.close()
+            os._exit(7)
+        os._exit(1)
+    print(moment, os.waitstatus_to_exitcode(os.wait()[1]))
+    if moment == "after backward":
+        optimizer.step()
+link.end()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_the_parent(tmp_path):
+    """Its step is an error, and its close() does nothing."""
+    (tmp_path / "run.py").write_text(FORKED)
+    command = [sys.executable, tmp_path / "run.py", pathlib.Path(__file__).parent]
+    path = str(pathlib.Path(spillway.__file__).parents[1])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "after backward 7\nafter step 7\n", done.stderr

@@ -14,6 +14,7 @@ from written import GRADIENT, HELD, HOMES, MOMENTS, PARAMETER, STATE, Refused, r
 
 import spillway._written
 from spillway import torch as own
+from spillway._device_sums import device_sums
 
 SHAPES = [(7, 5), (64,), (110, 110), (3,)]
 NAMES = ("layers.0.first", "stays.first")
@@ -147,6 +148,33 @@ def test_tensors_whose_memory_is_not_their_values_have_the_sums_of_their_values(
     for tensor in some:
         values = torch.empty(tensor.shape).copy_(tensor)
         assert spillway._written.sums([tensor]) == spillway._written.sums([values])
+
+
+CHANGES = {
+    "negated": lambda tensor: tensor.neg_(),
+    "reversed": lambda tensor: tensor.copy_(tensor.flip(0)),
+    "moved by one": lambda tensor: tensor.copy_(tensor.roll(1)),
+    "halves exchanged": lambda tensor: tensor.copy_(tensor.roll(tensor.numel() // 2)),
+    "one word more, the next one less": lambda tensor: tensor[:4].view(torch.int16)[:2].add_(torch.tensor([1, -1], dtype=torch.int16)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_of_a_device_sees_changes_that_keep_the_plain_sum(dtype, change):
+    """Sums on a device, taken of tensors in host memory. They do not depend on the tensors beside."""
+
+    def of(*tensors):
+        return [int(found) for found in device_sums([tensor.view(-1).view(torch.uint8) for tensor in tensors])]
+
+    source = torch.Generator().manual_seed(3)
+    for size in [4, 8, 64, 1000, 10_000, 70_001, 140_000] * 5:
+        tensor, beside = torch.randn(size, generator=source).to(dtype), torch.randn(77, generator=source)
+        (before,) = of(tensor)
+        assert of(beside, tensor, beside[:5].clone())[1] == before
+        changed = tensor.clone()
+        CHANGES[change](changed)
+        assert of(changed) != [before], size
 
 
 def test_training_with_weights_that_flow_takes_no_sums(monkeypatch):

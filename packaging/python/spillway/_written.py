@@ -4,9 +4,8 @@ Two signs answer:
 - `facts`: object, version, address and kind of a tensor. A write that autograd sees, `data = ...` and an exchange of tensors change them.
 - `sums`: sums of the tensors' memory. A write by `.data`, by numpy or in inference mode leaves no other trace.
 
-A sum reads the memory once. In host memory it is a checksum, which the library computes by all threads. On a device it is the sum of the
-words, which does not see an exchange of words. It stays there: a `Comparison` of sums is begun without a wait, and read later, for many
-tensors in one go."""
+A sum reads the memory once. In host memory it is a checksum, which the library computes by all threads. On a device it is that of
+_device_sums.py. It stays there: a `Comparison` of sums is begun without a wait, and read later, for many tensors in one go."""
 
 from __future__ import annotations
 
@@ -123,13 +122,23 @@ class Sums:
     def _take_others(self, taken: list[Any]) -> None:
         import torch
 
+        # This module imports torch.
+        from ._device_sums import device_sums
+
         # A program may have a mode of its own, such as a default device.
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            apart = list[int]()
             for place in self._others:
                 own = self._own[place]
                 if not _is_flat(own):
                     own = own.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-                taken[place] = Sums([own]).take()[0] if own.is_cpu else _device_sum(_bytes(own))
+                if own.is_cpu:
+                    taken[place] = Sums([own]).take()[0]
+                else:
+                    taken[place] = _bytes(own)
+                    apart.append(place)
+            for place, total in zip(apart, device_sums([taken[place] for place in apart])):
+                taken[place] = total
 
 
 def _spread(found: array[int], places: Iterable[int], count: int) -> array[int]:
@@ -147,24 +156,29 @@ class Comparison:
         now, before: What `sums` has returned."""
 
     def __init__(self, now: Sequence[Any], before: Sequence[Any]):
+        import torch
+
         self._differ: set[int] = set()
-        self._apart: dict[Any, tuple[list[int], list[Any]]] = {}
+        self._apart: list[tuple[list[int], Any]] = []
         if {*map(type, now)} <= {int} and [*now] == [*before]:
             return
-        self._differ = {place for place, (one, other) in enumerate(zip(now, before)) if isinstance(one, int) and one != other}
+        devices: dict[Any, list[int]] = {}
         for place, (one, other) in enumerate(zip(now, before)):
-            if not isinstance(one, int):
-                places, found = self._apart.setdefault(one.device, ([], []))
-                places.append(place)
-                found.append(one != other)
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.device == other.device:
+                devices.setdefault(one.device, []).append(place)
+            elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or one != other:
+                self._differ.add(place)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for places in devices.values():
+                differ = torch.stack([now[place] for place in places]) != torch.stack([before[place] for place in places])
+                self._apart.append((places, differ))
 
     def places(self) -> set[int]:
         """The places at which they differ. The first call waits for each device once."""
-        import torch
-
         while self._apart:
-            _, (places, found) = self._apart.popitem()
-            self._differ.update(itertools.compress(places, torch.stack(found).tolist()))
+            places, differ = self._apart[-1]
+            self._differ.update(itertools.compress(places, differ.tolist()))
+            del self._apart[-1]
         return self._differ
 
     def __bool__(self) -> bool:
@@ -175,18 +189,6 @@ def changed(pairs: Iterable[tuple[Any, Any]]) -> Comparison:
     """Compares tensors with their sums of before."""
     tensors, before = [*zip(*pairs)] or [(), ()]
     return Comparison(sums(tensors), before)
-
-
-def _device_sum(memory: Any) -> Any:
-    """The sum of bytes of a device, in one operation on the widest words that fit."""
-    import torch
-
-    width = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if _fits(memory, dtype.itemsize))
-    return memory.view(width).sum(dtype=torch.int64)
-
-
-def _fits(memory: Any, size: int) -> bool:
-    return memory.numel() % size == 0 and memory.storage_offset() % size == 0
 
 
 def _are_read(tensors: Sequence[Any]) -> bool:

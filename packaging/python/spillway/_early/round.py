@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from ..errors import UnsupportedError
 from .worker import Flag, Worker
 
 _Bucket = TypeVar("_Bucket", bound=Hashable)
@@ -81,10 +82,12 @@ class Round(Generic[_Bucket]):
 
     def is_over(self, within: float) -> bool:
         """True if all calls are over. Waits for that, and no longer than `within` seconds."""
+        self._check_process()
         return not self._begun or self._begun[-1].over.wait_for(within)
 
     def wait(self) -> None:
         """Waits for all calls; raises the error of the first that failed, as if it had failed here."""
+        self._check_process()
         while self._begun:
             self._begun[0].over.wait()
             error = self._begun[0].error
@@ -95,6 +98,10 @@ class Round(Generic[_Bucket]):
                     # Its frames refer to this one.
                     del error
             del self._begun[0]
+
+    def _check_process(self) -> None:
+        if self._begun and self._worker is not None and self._worker.is_parents:
+            raise UnsupportedError("a step that another process has begun does not end in its forked child; make an optimizer in the child")
 
     def forget(self) -> None:
         """Waits for all calls, also for one whose `submit` a signal handler has ended; an error of one is that of what does not happen."""

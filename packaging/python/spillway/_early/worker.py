@@ -61,13 +61,18 @@ class Worker(Generic[_Item]):
         _workers.add(self)
 
     @property
+    def is_parents(self) -> bool:
+        """True in a forked child, which waits for nothing of this thread."""
+        return self._process != os.getpid()
+
+    @property
     def serves(self) -> bool:
         """False in a forked child, which has no such thread, and once the thread ends."""
-        return self._process == os.getpid() and not self._ends
+        return not self.is_parents and not self._ends
 
     def end(self) -> None:
         """Ends the thread after its items. In a forked child it does nothing."""
-        if self._process == os.getpid():
+        if not self.is_parents:
             self._ends = True
             self.calls.put(None)
             self._ended.wait()

@@ -123,7 +123,7 @@ def offload(
     except BaseException:
         flow.remove()
         raise
-    made.flow = flow
+    made._flow = flow
     return made
 
 

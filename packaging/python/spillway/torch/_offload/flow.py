@@ -33,7 +33,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ..._attributes import described
+from ..._attributes import Fixed, described
 from ..._progress import each
 from ..._written import Comparison, facts, sums
 from ...errors import InvalidArgumentError, UnsupportedError
@@ -70,6 +70,8 @@ class Flow:
         InvalidArgumentError: An argument has a wrong value.
         UnsupportedError: A parameter that requires a gradient is a DTensor or of another class, or has no memory yet."""
 
+    device: Fixed[torch.device] = Fixed("Where the model computes.")
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -79,7 +81,7 @@ class Flow:
         slots: int = 2,
         keep_bytes: int | None = 0,
     ):
-        self.device: torch.device = _device_of(device)
+        self.device = _device_of(device)
         _check(model, slots, keep_bytes, self.device)
         self.fetched_bytes: int = 0
         self.peak_bytes: int = 0

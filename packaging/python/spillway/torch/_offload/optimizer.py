@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -31,16 +32,15 @@ from .plan import Plan
 from .slot import Slot
 from .steps import OffloadSteps
 
+#: The keywords that can be set later.
+_ASKED = ("max_norm", "process_group", "skip_nonfinite", "overlap")
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
 class Offloaded(OffloadSteps):
-    """The optimizer that offload() makes.
+    """The optimizer that offload() makes."""
 
-    Attributes:
-        flow: The Flow of weights that flow; None: they are resident."""
-
-    flow: Any = None
+    _flow: Any = None
 
     # torch's GradScaler then passes its factor to step(), and does not write to the gradients.
     _step_supports_amp_scaling = True
@@ -101,7 +101,7 @@ class Offloaded(OffloadSteps):
         self._arrivals = itertools.count(1)
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         # Hooks live as long as their parameters; they are removed with the optimizer.
         self._hooks: dict[torch.Tensor, Any] = {}
         weakref.finalize(self, remove, self._hooks)
@@ -124,6 +124,18 @@ class Offloaded(OffloadSteps):
 
             self._next = NextForward(model, self.settle)
             weakref.finalize(self, self._next.remove)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ASKED:
+            flags = {name: value} if name == "skip_nonfinite" or (name == "overlap" and value is not None) else {}
+            given = {"max_norm": None, "process_group": None, **({name: value} if name in ("max_norm", "process_group") else {})}
+            check_keywords("offload", **given, flags=flags, host_memory=None)
+        super().__setattr__(name, value)
+
+    @property
+    def flow(self) -> Any:
+        """The Flow of weights that flow; None: they are resident."""
+        return self._flow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does."""
@@ -162,8 +174,7 @@ class Offloaded(OffloadSteps):
         Raises:
             InvalidArgumentError: A gradient or a state does not fit its parameter, or a gradient has Inf or NaN with `max_norm`;
                 nothing was stepped."""
-        if self._closed:
-            raise InvalidArgumentError("offload: the optimizer was closed; make a new one")
+        self._check_open()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,6 +185,10 @@ class Offloaded(OffloadSteps):
         self._decision.waits = False
         self._figures.stepped(begun, self._waited_since(waited))
         return result
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError("offload: the optimizer was closed, and has no states; make a new one")
 
     def _told(self) -> dict[str, Any]:
         """The figures that are published. The memory changes with the parameters and the tail only, and is counted once for them."""
@@ -219,6 +234,7 @@ class Offloaded(OffloadSteps):
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Step counts, moments and masters. An access between backward and step() ends the overlap of that step."""
+        self._check_open()
         self._interrupt()
         return self._states
 
@@ -231,6 +247,7 @@ class Offloaded(OffloadSteps):
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the wrapped class. As in torch, its tensors are the optimizer's own: what the program writes to them, such as
         a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
+        self._check_open()
         self._interrupt()
         self._decision.waits = True
         self._settle_low_bits()
@@ -254,6 +271,7 @@ class Offloaded(OffloadSteps):
         Raises:
             InvalidArgumentError: The dict does not fit; nothing was changed.
             UnsupportedError: It has an option that is not served; nothing was changed."""
+        self._check_open()
         self._interrupt()
 
         def without_states(given: dict[str, Any], _: Any) -> dict[str, Any]:
@@ -308,11 +326,13 @@ class Offloaded(OffloadSteps):
         return present(self._slots.values(), (bucket.second for bucket in buckets))
 
     def close(self) -> None:
-        """Frees the engine. A step that has no verdict is rolled back, and one that has it is completed. The optimizer must not be used
-        afterwards."""
+        """Frees the engine and the states. A step that has no verdict is rolled back, and one that has it is completed. The optimizer must
+        not be used afterwards: save a state dict before."""
         self._closed = True
         try:
-            self._complete()
+            # A forked child has no step of its own.
+            if self._process == os.getpid():
+                self._complete()
         finally:
             if self._plan is not None:
                 self._plan.close()
@@ -320,3 +340,5 @@ class Offloaded(OffloadSteps):
             remove(self._hooks)
             if self._next is not None:
                 self._next.remove()
+            # The states, and the copies of gradients and weights.
+            self._slots, self._states, self._aside = {}, defaultdict(dict), {}

@@ -133,6 +133,8 @@ class OffloadSteps(Parameters):
     def _step(self) -> None:
         # The processes that wait for this one's norm.
         others = self._others()
+        # A verdict in the next forward is that of the options of now.
+        measures, skips = self._measures, self.skip_nonfinite
         try:
             try:
                 self._complete()
@@ -141,7 +143,7 @@ class OffloadSteps(Parameters):
                 if not found_inf:
                     self._submit(scale, others)
                 # Whom no other process waits for can measure later.
-                here = None if found_inf or (self._next is not None and others is None) else self._measure()
+                here = None if found_inf or (self._next is not None and others is None) else self._measure(measures)
             except Exception:
                 _norm.tell_refusal(others)
                 raise
@@ -151,10 +153,11 @@ class OffloadSteps(Parameters):
                 self._skipped, self._grad_norm = True, math.inf
                 return
             reduced = None if here is None else _norm.reducing(here, others, "offload")
+            decide = partial(self._decide, reduced, measures, skips)
             if self._next is not None:
-                self._await(self._next, reduced)
+                self._await(self._next, decide)
             else:
-                self._decide(reduced)
+                decide()
                 self._complete()
         except BaseException:
             # With its verdict the step happens, because a forward may follow; without one it does not.
@@ -162,13 +165,13 @@ class OffloadSteps(Parameters):
                 self._interrupt()
             raise
 
-    def _await(self, following: Any, reduced: Any) -> None:
+    def _await(self, following: Any, decide: Callable[[], Any]) -> None:
         """Leaves the rest of the step to the next forward."""
         if self._plan is not None and self._plan.is_open:
             self._plan.release()
         following.expect()
         self._tail.pause()
-        self._verdict_due = partial(self._decide, reduced)
+        self._verdict_due = decide
 
     def _submit(self, scale: float, others: Any) -> None:
         """Has all buckets stepped."""
@@ -240,11 +243,11 @@ class OffloadSteps(Parameters):
                 raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
         return live
 
-    def _measure(self) -> _norm.Measured:
-        """Waits until the gradients of all buckets are measured."""
+    def _measure(self, tail: bool) -> _norm.Measured:
+        """Waits until the gradients of all buckets are measured, and with `tail` those of the tail."""
         if self._plan is None or not self._plan.is_open:
             return _norm.Measured(0.0, False, "")
-        nonfinite, total = self._plan.measured(self._measures)
+        nonfinite, total = self._plan.measured(tail)
         return _norm.Measured(total, nonfinite, "")
 
     def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
@@ -257,15 +260,15 @@ class OffloadSteps(Parameters):
             return False
         return plan.stands(numbers, self._all_options(plan, numbers, self._scale), self._limit)
 
-    def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
-        """The verdict that follows from the norm."""
+    def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None, measures: bool, skips: bool) -> None:
+        """The verdict that follows from the norm, if the step `measures` it. `skips`: Inf or NaN skips the step."""
         plan = self._plan if self._plan is not None and self._plan.is_open else None
         if reduced is None:
-            reduced = _norm.reducing(self._measure(), None, "offload")
+            reduced = _norm.reducing(self._measure(measures), None, "offload")
         verdict = _norm.Verdict(False, None)
-        if self._measures:
+        if measures:
             slots = plan.slots if plan is not None else []
-            verdict = _norm.verdict(reduced(), self.skip_nonfinite, partial(_culprit, slots), "offload: ")
+            verdict = _norm.verdict(reduced(), skips, partial(_culprit, slots), "offload: ")
         if plan is not None:
             plan.verdict = verdict
         else:
@@ -286,7 +289,7 @@ class OffloadSteps(Parameters):
             self._ended(plan)
             raise
         # A step that waited for the norm is judged too: it shows whether an early step would have been kept.
-        clipped = bool(self.max_norm and (self._grad_norm or 0.0) > self.max_norm)
+        clipped = bool(plan.limit and (self._grad_norm or 0.0) > plan.limit)
         self._decision.judge(in_vain=clipped)
         self._tail.stop(not (self._skipped or clipped), len(plan.buckets), partial(room, plan))
         self._ended(plan)

@@ -82,8 +82,8 @@ class TierTable:
         parameter = self._on_tier.check(param, name)
         if is_torchs(group) or not is_served(param, param.grad, name, True):
             raise UnsupportedError(
-                f"{name}: states on a tier need dense tensors of 16 or 32 bits without a negative bit, as parameter and as gradient, and "
-                "neither amsgrad nor capturable nor differentiable"
+                f"{name}: states on a tier need dense tensors of 16 or 32 bits that have no negative bit, as parameter and as gradient, "
+                "without amsgrad, capturable or differentiable"
             )
         self.places.append((number, place))
         self.numbers.append(parameter)

@@ -59,11 +59,13 @@ class Locks:
         self._driver = driver
 
     def register(self, address, size):
-        self._driver("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), 0)
+        with self._driver.current() as library:
+            assert library.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0
 
     def unregister(self, address):
-        # A device that has failed refuses all calls.
-        self._driver._library.cuMemHostUnregister(ctypes.c_void_p(address))
+        # The last tensor may go on any thread, and a device that has failed refuses the call.
+        with self._driver.current() as library:
+            library.cuMemHostUnregister(ctypes.c_void_p(address))
 
 
 class OnDriver(DeviceLink):

@@ -1,5 +1,6 @@
 """CUDA driver calls of a framework, made to the fake driver of ffi_tests/fakecuda: its device memory is host memory."""
 
+import contextlib
 import ctypes
 
 import numpy as np
@@ -12,12 +13,21 @@ class FakeDriver:
 
     def __init__(self, path, ordinal):
         self._library, self.ordinal = ctypes.CDLL(path), ordinal
-        context = ctypes.c_void_p()
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
-        self("cuCtxPushCurrent_v2", context)
+        self._context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self("cuCtxPushCurrent_v2", self._context)
 
     def __call__(self, function, *arguments):
         assert getattr(self._library, function)(*arguments) == 0, function
+
+    @contextlib.contextmanager
+    def current(self):
+        """A block with the GPU's context, on any thread and beside other GPUs."""
+        self("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield self._library
+        finally:
+            self("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def stream(self):
         made = ctypes.c_void_p()

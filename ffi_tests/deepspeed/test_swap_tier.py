@@ -180,7 +180,7 @@ def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host,
 
 
 def test_a_checkpoint_of_deepspeeds_own_swapper_resumes_with_all_states(train, paths, tmp_path):
-    """DeepSpeed alone goes on without Adam's moments and step numbers there."""
+    """DeepSpeed alone loses Adam's moments and step numbers there."""
     own = ["--seed-each-step", "--block", '{"enabled": false}', "--dim", "512", "--layers", "1", "--sub_group", 1 << 20]
     whole = train("--paths", paths[0], *own, "--save_at", 4, "--save", tmp_path / "saved")
     resumed = train("--paths", paths[1], *own, "--load", tmp_path / "saved")

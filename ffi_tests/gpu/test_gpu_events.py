@@ -1,6 +1,6 @@
 """A step of offload() that starts during backward waits for a GPU's events in the library: no thread of Python is started, nothing in
-Python waits for the device, and the bits are those of a step that waits. The device is the test driver, whose queued work is done only
-when somebody waits for it: a step that did not wait would read old gradients."""
+Python waits for the device, and the bits are those of a step that waits. The device is the test driver, which runs queued work only
+when a thread waits for it: a step that does not wait reads old gradients."""
 
 import ctypes
 import pathlib
@@ -63,7 +63,7 @@ class Locks:
             assert library.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0
 
     def unregister(self, address):
-        # The last tensor may go on any thread, and a device that has failed refuses the call.
+        # Any thread may free the last tensor. A device that has failed refuses the call.
         with self._driver.current() as library:
             library.cuMemHostUnregister(ctypes.c_void_p(address))
 

@@ -211,7 +211,7 @@ class Slabs:
         )
 
     def _block(self, size: int) -> torch.Tensor:
-        """Page-locked bytes. Raises UnsupportedError if neither the driver nor torch locks so many."""
+        """Page-locked memory of `size` bytes. Raises UnsupportedError if neither the driver nor torch locks it."""
         with suppress(UnsupportedError):
             return torch.frombuffer(self._make(size), dtype=torch.uint8)
         try:

@@ -90,7 +90,7 @@ def present(slots: Collection[Slot], seconds: Iterable[Any]) -> Memory:
 
 
 def staging(size: int) -> dict[str, int]:
-    """The entry of blocks of so many bytes, through which pageable memory is copied; none without blocks."""
+    """The entry for the page-locked blocks through which pageable memory is copied: `size` bytes in all. Empty if there are none."""
     return {"staging": size} if size else {}
 
 

@@ -268,7 +268,8 @@ class Plan:
 
     def _send(self, bucket: Bucket) -> None:
         for portion in bucket.portions:
-            # A step writes the memory from which the last weights are copied. The program does not wait for these copies.
+            # A step writes the memory from which the last weights are copied. The program does not wait for these copies. Only the first
+            # bucket names them: a gradient is computed after its device has the weights, and its copy follows.
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
             after = bucket.after(fences)
             self.round.submit(bucket, fences if after is None else (), bucket.submit, portion, after)

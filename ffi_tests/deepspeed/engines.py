@@ -210,7 +210,7 @@ def superoffload(folder, _):
         if way == "destroy":
             engine.destroy()
             assert not len(_rounds._engines)
-            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(0, {}, 1.0, 0.0), "closed with its engine")  # noqa: F821
+            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.open(0, {}, 1.0, 0.0), "closed with its engine")  # noqa: F821
         del engine, model
         gc.collect()
         assert not len(_rounds._engines)

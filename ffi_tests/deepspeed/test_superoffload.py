@@ -58,14 +58,16 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict
     assert ours["children"] == [] and ours["waits"] == 0 and ours["published"] == ["torch.bfloat16"]
     assert (ours["sha256"], ours["losses"]) == (waiting["sha256"], waiting["losses"])
     done = ours["active"]["superoffload"]
-    assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
-    assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
-    assert done["buckets_speculated"] >= ours["steps"]
+    # Steps wait after two in a row that were repeated.
+    rounds, waited = done["commits"] + done["redos"], done.get("waited", 0)
+    assert rounds + waited + ours["skipped"] == ours["steps"] and (waited > 0 if clip == "0.05" else clip != "0" or not waited)
+    assert done["aborts"] <= ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
+    assert done["buckets_speculated"] >= rounds
     # The first sub-groups have the first layers, which backward completes last. A step chooses the tail of the next one.
     members, sub_groups = ours["tail"]
     assert members == [*range(min(tail, sub_groups - 1))]
-    assert done.get("stepped_on_device", 0) == len(members) * (done["commits"] + done["redos"] - 1)
-    assert done.get("deferred", 0) == (done["commits"] + done["redos"] if verdict == "forward" else 0)
+    assert done.get("stepped_on_device", 0) == len(members) * (rounds + waited - 1)
+    assert done.get("deferred", 0) == (rounds if verdict == "forward" else 0)
     if clip == "0":
         assert done["redos"] == done["aborts"] == done["buckets_spared"] == 0
     if clip == "2.5":
@@ -374,10 +376,10 @@ for bad in ({**config, "amsgrad": True}, [config, {**config, "amsgrad": True}]):
         print(error)
 _hook.module_of("cpu_adam").create_adam(99, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
 optimizer = SuperOffloadCPUOptimizer([config])
-optimizer.begin(99, dict.fromkeys((0, 3), adam_call(1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)), 1.0, 0.0)
+optimizer.open(99, dict.fromkeys((0, 3), adam_call(1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)), 1.0, 0.0)
 param, grad, states = torch.ones(8), torch.ones(8), [torch.zeros(8), torch.zeros(8)]
-optimizer.submit(3, param, grad, *states)
-assert optimizer.missing() == [0] and optimizer.has(3) and not optimizer.has(0)
+optimizer.start(3, param, grad, *states)
+assert optimizer.missing() == [0] and [*optimizer.submitted] == [3]
 optimizer.close()
 assert torch.equal(param, torch.ones(8)) and states[0].abs().sum() == 0
 """)

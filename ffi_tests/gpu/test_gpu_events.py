@@ -170,7 +170,7 @@ def test_no_thread_of_python_and_no_wait_of_python(states, link_of):
 
     model, optimizer, found = run(made, torch.bfloat16)
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters())) and norms == found
-    assert optimizer._plan.round._worker is None
+    assert optimizer._plan._worker is None
     assert len(waits) == 6 and waits[0] == waits[-1], waits
     stats = [engine.speculation.stats() for engine in optimizer._plan.engines]
     assert all(own.buckets_speculated for own in stats if own.commits), stats
@@ -193,7 +193,7 @@ def test_a_device_that_the_driver_does_not_serve_has_a_thread(link_of, monkeypat
     monkeypatch.setattr(gpu_events, "_gpus", {0: None})
     model, optimizer, _ = run(lambda model: offload(model.parameters(), lr=0.1, bucket_bytes=1))
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters()))
-    assert optimizer._plan.round._worker is not None and Event.waits
+    assert optimizer._plan._worker is not None and Event.waits
 
 
 def test_an_error_of_the_device_is_raised_by_step_and_nothing_was_stepped(link_of, monkeypatch):

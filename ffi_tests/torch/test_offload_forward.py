@@ -190,7 +190,7 @@ def test_forwards_of_several_threads_complete_one_step():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["written", "measured", "resolve", "publish", "finish", "end"])
+@pytest.mark.parametrize("name", ["written", "measured", "resolve", "_give", "finish", "complete", "begin"])
 def test_a_signal_in_the_completion_of_a_step_leaves_the_rest_to_the_next_forward(name, when, monkeypatch):
     class Interrupt(Exception):
         pass

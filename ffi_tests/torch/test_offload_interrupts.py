@@ -178,7 +178,7 @@ def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
                 def interrupt(_):
                     raise KeyboardInterrupt
 
-                patch.setattr(offload_plan.Plan, "publish", interrupt)
+                patch.setattr(offload_plan.Plan, "complete", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
         else:

@@ -294,9 +294,13 @@ class Speculation(_NativeHandle):
 
         Args:
             total: The StepStats of all ranks: any `nonfinite`, the sum of `sum_squares`."""
+        return self._resolve([], total)
+
+    def _resolve(self, status: list[int], total: StepStats | tuple[bool, float]) -> Outcome:
+        """As resolve(), and appends the status of the call to `status`, also if a signal handler raises after the call."""
         stats = _abi.sized(_abi.StepStats)
         stats.nonfinite, stats.sum_squares = int(total[0]), total[1]
-        return self._resolved([], "spw_spec_resolve", ctypes.byref(stats))
+        return self._resolved(status, "spw_spec_resolve", ctypes.byref(stats))
 
     def resolve_as(self, verdict: str, grad_scale: float = 1.0) -> Outcome:
         """Gives the caller's own verdict; returns its Outcome at once.

@@ -24,6 +24,12 @@ class Decision:
         """True if a bucket is stepped once its gradients are there."""
         return not self.waits and self._in_vain < _IN_A_ROW
 
-    def judge(self, in_vain: bool) -> None:
-        """A step that has started, or would have, was in vain, or was not."""
-        self._in_vain = self._in_vain + 1 if in_vain else 0
+    def taken_back(self) -> None:
+        """What had started of a step was in vain: it was taken back."""
+        self._in_vain += 1
+
+    def judge(self, repeats: bool) -> None:
+        """A step has its verdict, which repeats what has started, or would have started. A step that waits because of the program shows
+        nothing of that."""
+        if not self.waits:
+            self._in_vain = self._in_vain + 1 if repeats else 0

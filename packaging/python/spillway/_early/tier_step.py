@@ -1,11 +1,8 @@
-"""A step over states on a tier. Subgroups are submitted to an update of the library, which can be taken back.
-
-Before the verdict nothing is final: each error, and each access to the states, takes the steps back. After it the step will be done:
-`complete` ends it, also after a signal handler that raised."""
+"""A step over states on a tier. Subgroups are submitted to an update of the library, which can be taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._timeline import span
@@ -14,24 +11,21 @@ from ..optim import Adam
 from ..swap import SwapUpdate
 from ..tiered import Tiered
 from .decision import Decision
-from .round import Round
+from .step import EarlyStep
 
 
-class TierStep(Round[int]):
+class TierStep(EarlyStep[int]):
     """Base of the steps of an optimizer.
 
     Args:
         tiered: Returns its open tier.
-        arrivals: Its gradients.
-
-    Attributes:
-        decision: Whether its steps start during backward."""
+        arrivals: Its gradients."""
 
     def __init__(self, tiered: Callable[[], Tiered], arrivals: Any):
-        self.decision, self._tiered, self._arrivals = Decision(), tiered, arrivals
+        self._tiered = tiered
         #: The update that has its verdict or gets it, what gives its weights, and the status of its step.
         self._decided: tuple[SwapUpdate, Any, list[int]] | None = None
-        super().__init__()
+        super().__init__(Decision(), arrivals)
 
     def fetch(self) -> SwapUpdate:
         """The open update, or a new one. The library fetches its subgroups, and every part that is submitted has options of its own."""
@@ -46,20 +40,14 @@ class TierStep(Round[int]):
         with span("tier.submit", bucket):
             super().submit(bucket, events, send, *arguments)
 
-    def abandon(self) -> None:
-        """Ends the update. Without a verdict its steps are rolled back: the states are those before the step, and what is left of it
-        waits."""
-        self.forget()
+    def take_back(self) -> None:
+        """As of the base."""
         self._decided = None
         update = self._tiered().swap._update
         if update is not None and update._is_open():
             if update._verdict is None:
                 update.verdict("skip")
             update.finish()
-        if self.submitted:
-            self.decision.waits = True
-            self.decision.judge(in_vain=True)
-        self.begin()
 
     def conclude(self, factor: float | None, weights: Any, status: list[int]) -> None:
         """Makes a step final whose subgroups were all submitted, and waits for its end.
@@ -79,13 +67,7 @@ class TierStep(Round[int]):
             return
         update, weights, status = self._decided
         if update._is_open():
-            # finish() ends a step that has failed, and raises its error.
-            with OwnSuppressed():
-                for subgroup in update.published():
-                    with span("tier.publish", subgroup):
-                        weights.give(subgroup)
-            with span("tier.finish"):
-                update.finish()
+            self.carry_out(weights.give)
         if update._ended == 0:
             weights.give_all()
         if not status and update._ended is not None:
@@ -94,8 +76,20 @@ class TierStep(Round[int]):
         self.decision.waits = True
         self._decided = None
 
-    def next(self) -> None:
-        """The next step begins: nothing has arrived."""
-        self.begin()
-        self.decision.waits = False
-        self._arrivals.clear()
+    def resolve(self) -> None:
+        """Nothing is left: `conclude` has given the verdict."""
+
+    def final(self) -> Iterable[int]:
+        """As of the base."""
+        assert self._decided is not None
+        # finish() ends a step that has failed, and raises its error.
+        with OwnSuppressed():
+            for subgroup in self._decided[0].published():
+                with span("tier.publish", subgroup):
+                    yield subgroup
+
+    def finish(self) -> None:
+        """As of the base."""
+        assert self._decided is not None
+        with span("tier.finish"):
+            self._decided[0].finish()

@@ -1,5 +1,4 @@
-"""Rounds of SuperOffload: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
-On a GPU the library waits for the gradients of a sub-group, and not the trainer's thread.
+"""The steps of SuperOffload, as _early/ has them: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
 
 A step without speculation passes the sub-groups in a fixed order to DeepSpeed's Adam, which keeps beta powers per
 optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore
@@ -15,7 +14,9 @@ from typing import Any
 
 from .. import _abi, _arrays, _log, _native, topo
 from .._early import gpu_events
-from .._early.round import Round
+from .._early.arrivals import Arrivals
+from .._early.decision import Decision
+from .._early.memory_step import MemoryStep
 from .._groups import but_factor
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
@@ -28,8 +29,8 @@ _engines: weakref.WeakSet[Speculation] = weakref.WeakSet()
 _retired: dict[str, float] = {}
 
 
-class SuperOffloadCPUOptimizer:
-    """Steps sub-groups in rounds; parameters as in DeepSpeed. max_grad_numel and pin_memory have no effect: gradients are read
+class SuperOffloadCPUOptimizer(MemoryStep[int]):
+    """The step of all sub-groups; parameters as in DeepSpeed. max_grad_numel and pin_memory have no effect: gradients are read
     in place.
 
     cpuadam_cores_perc is the share of this rank's cores to which the workers are bound; DeepSpeed gives the other cores to the
@@ -37,7 +38,7 @@ class SuperOffloadCPUOptimizer:
 
     Attributes:
         settings: The `superoffload` object of the engine's `spillway` block.
-        round: The sub-groups that were submitted in the open or the last round.
+        verdict: The factor of the gradients of the step.
         tail: The sub-groups on the device; None before the first gradient.
         before_close: A weak reference to what close() calls first."""
 
@@ -57,63 +58,54 @@ class SuperOffloadCPUOptimizer:
         _lifetime.opened(self)
         self._bound = _bind(cpuadam_cores_perc)
         self._powers: Any = None
-        self._engine: Any = None
-        self._closed, self._open = False, False
+        self._closed = False
         self._calls, self._hosts = {}, []
-        self.round: Round[int] = Round()
-        # The status of the library's call with the verdict.
-        self._given = []
+        # _superoffload.py knows the gradients of the sub-groups.
+        super().__init__(Decision(), Arrivals({}))
 
-    def begin(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
+    def open(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.
         `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved. The sub-groups of `tail` are not submitted;
         `step_of` tells their steps."""
         if self._closed:
             raise InvalidArgumentError("this SuperOffload optimizer was closed with its engine; make a new engine")
         hosts = [sub_group for sub_group in calls if sub_group not in tail]
-        if self._engine is None or hosts != self._hosts:
+        if not self.speculations or hosts != self._hosts:
             self._retire()
-            self._engine = Speculation(len(hosts), publish="staged")
+            self.speculations = [Speculation(len(hosts), publish="staged")]
             _log.first_served("deepspeed", "SuperOffload")
-            _engines.add(self._engine)
+            _engines.update(self.speculations)
         if self._powers is None:
             self._powers = _Powers()
-        self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
         self._optimizer_id, self._calls, self._hosts, self._scale = optimizer_id, dict(calls), hosts, _float(1.0 / loss_scale)
         self._found, self._after = self._powers.plan(optimizer_id, calls)
-        self.round.begin()
-        self._given = []
-        self._open = True
-
-    @property
-    def is_open(self):
-        """True between begin() and the verdict."""
-        return self._open
+        self.is_open = True
+        try:
+            self.speculations[0].begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
+        except BaseException:
+            self.drop()
+            raise
 
     def is_of(self, calls):
-        """True if begin() got the same calls."""
+        """True if open() got the same calls."""
         return calls.keys() == self._calls.keys() and all(but_factor(calls[group]) == but_factor(own) for group, own in self._calls.items())
-
-    def has(self, sub_group):
-        """True if a sub-group was submitted in the open round."""
-        return self._open and sub_group in self.round.submitted
 
     def missing(self):
         """Sub-groups that were not submitted in this round."""
-        return [sub_group for sub_group in self._hosts if sub_group not in self.round.submitted]
+        return [sub_group for sub_group in self._hosts if sub_group not in self.submitted]
 
-    def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, param_copy=None, events=()):
+    def start(self, sub_group, param, grad, exp_avg, exp_avg_sq, param_copy=None, events=()):
         """Submits a sub-group, whose step starts after these events, at once if there are none. The step writes its weights in 16 bits to
         `param_copy`. Its memory must not be used until the verdict."""
         states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **({} if param_copy is None else {"param_copy": param_copy})}
         after = gpu_events.after(events[0]) if len(events) == 1 else None
-        self.round.submit(sub_group, events if after is None else (), self._send, sub_group, param, grad, states, after)
+        self.submit(sub_group, events if after is None else (), self._send, sub_group, param, grad, states, after)
 
     def _send(self, sub_group, param, grad, states, after):
         arrays = (param, grad, *states.values())
         tensor = _optimizer_ops.tensor(param, grad, **states)
         _restore(self._powers.id, self._found[sub_group])
-        self._engine.submit_table(
+        self.speculations[0].submit_table(
             "spw_spec_submit_ds_adam",
             self._hosts.index(sub_group),
             [_arrays.held(array) for array in arrays],
@@ -123,16 +115,15 @@ class SuperOffloadCPUOptimizer:
             **({} if after is None else after._asdict()),
         )
 
-    def resolve(self, factor):
-        """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it. After an interrupt it is called
-        again."""
-        if self._given != [0]:
-            self.round.wait()
-            self._engine.local_result()
-            self._given = []
-            self._engine._resolve_as(self._given, "redo" if self.clips(factor) else "commit", factor)
+    def resolve(self):
+        """As of the base: keeps the steps if they used the factor of the step; otherwise redoes all of them with it."""
+        super().resolve()
         _restore(self._optimizer_id, self._after)
-        self._open = False
+
+    def _give_verdict(self, speculation, status):
+        self.wait()
+        speculation.local_result()
+        speculation._resolve_as(status, "redo" if self.clips(self.verdict) else "commit", self.verdict)
 
     def clips(self, factor):
         """True if the gradient factor `factor` is not that of the steps of this round."""
@@ -146,29 +137,13 @@ class SuperOffloadCPUOptimizer:
         _restore(self._powers.id, self._found[sub_group])
         return self._powers.id, call
 
-    def abort(self):
-        """Rolls an open round back: no step of the round has happened."""
-        if self._open:
-            # A bucket that failed ends the round too.
-            self._open = False
-            self.round.forget()
-            self._engine.abort()
-
-    def began(self):
-        """When the first step of the open or the last round began, by time.perf_counter(); None if none has begun."""
-        return self._engine._began() if self._engine else None
-
-    def wait(self, sub_group):
+    def wait_for(self, sub_group):
         """Waits until a sub-group has its final state."""
-        self._engine.wait(self._hosts.index(sub_group))
-
-    def finish(self):
-        """Waits until all sub-groups have their final state."""
-        self._engine.finish()
+        self.speculations[0].wait(self._hosts.index(sub_group))
 
     def stats(self):
         """The engine's counters."""
-        return self._engine.stats()._asdict() if self._engine else {}
+        return self.speculations[0].stats()._asdict() if self.speculations else {}
 
     def close(self):
         """Closes the engine; an open round is rolled back."""
@@ -178,7 +153,6 @@ class SuperOffloadCPUOptimizer:
         finally:
             self._closed = True
             self._retire()
-        self.round.close()
         if self.tail is not None:
             self.tail.close()
         # Unless another engine or the program has bound the workers since.
@@ -187,12 +161,13 @@ class SuperOffloadCPUOptimizer:
         self._bound = ()
 
     def _retire(self):
-        self.round.forget()
-        engine, self._engine, self._open = self._engine, None, False
-        if engine is not None:
-            _engines.discard(engine)
-            _add(_retired, engine.stats()._asdict())
-            engine.close()
+        self.forget()
+        retired, self.speculations = self.speculations, []
+        for speculation in retired:
+            _engines.discard(speculation)
+            _add(_retired, speculation.stats()._asdict())
+            speculation.close()
+        self.begin()
 
 
 def _bind(share):

@@ -82,6 +82,11 @@ def gradient_factor(stage3, total_norm):
     return ctypes.c_float(float(1.0 / combined)).value
 
 
+def unclipped(stage3):
+    """Gradient factor of a step that does not clip."""
+    return ctypes.c_float(float(1.0 / stage3.loss_scale)).value
+
+
 class Arrivals(arrivals.Arrivals[int, int]):
     """The gradients that backward has completed since the last step, by sub-group.
 

@@ -28,7 +28,6 @@ import json
 import threading
 import weakref
 
-from .._early.decision import Decision
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
@@ -84,48 +83,46 @@ class _Window:
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
         self.tail = DeviceTail(stage3, self._sub_groups, asked)
         self._rounds.tail = self.tail
-        self._arrivals = _stage3.Arrivals(stage3, self._sub_groups)
+        self._rounds.arrivals = _stage3.Arrivals(stage3, self._sub_groups)
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
             start += elements
         self._weights = _stage3.HostWeights(stage3)
-        self._decision = Decision()
         self.end()
 
     def end(self):
         """Resets the state after a step."""
-        self._decision.waits, self._versions = self._reason is not None, {}
-        self._arrivals.clear()
+        self._rounds.decision.waits, self._versions = self._reason is not None, {}
+        self._rounds.arrivals.clear()
 
     def interrupt(self):
         """Completes the last step, and aborts the round, because other code may read or change the state; all sub-groups then step in
         step()."""
         with self.lock:
             self.complete()
-            if self._arrivals:
-                self._rounds.abort()
-                self._decision.waits = True
+            self._rounds.abandon()
 
     def changing(self, stage3, params):
         """Called before gradients of these parameters change."""
-        if any(self._rounds.has(self._arrivals.sub_group(param)) for param in params):
+        rounds = self._rounds
+        if any(rounds.arrivals.sub_group(param) in rounds.submitted for param in params):
             self.interrupt()
-        self._arrivals.change(params)
+        rounds.arrivals.change(params)
 
     def arrived(self, stage3, params):
         """Called when gradients of these parameters are complete; steps the sub-groups that are complete now."""
-        complete = self._arrivals.complete(params)
+        complete = self._rounds.arrivals.complete(params)
         # Those that a reduction completes together are in the order of the layers.
         for sub_group in reversed(complete):
             self.tail.completed(sub_group)
         complete = [group for group in complete if group not in self.tail.members]
-        if not (self._decision.steps_early and complete):
+        if not (self._rounds.decision.steps_early and complete):
             return
         events = _stage3.copies()
         if not self._rounds.is_open:
             scale, limit = float(stage3.loss_scale), float(stage3.clip_grad or 0.0)
-            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), scale, limit, self.tail.members)
+            self._rounds.open(stage3.optimizer.opt_id, self._calls(stage3), scale, limit, self.tail.members)
         for sub_group in complete:
             # The accumulation buffer: no code edits gradients there, so the step can always be rolled back.
             self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]], events)
@@ -137,7 +134,7 @@ class _Window:
         if self._rounds.is_of(self._calls(stage3)) and not _changed(stage3, self._versions):
             return True
         rebound = self.rebound(stage3)
-        self._rounds.abort()
+        self._rounds.abandon()
         if rebound:
             self.end()
             raise InvalidArgumentError(
@@ -178,18 +175,23 @@ class _Window:
     def _complete(self, stage3, due):
         import torch
 
+        # A signal handler may have raised after the end.
+        if not self._rounds.is_open:
+            self._due = None
+            return
         # The next forward may be one of an evaluation, whose tensors are of no use in training.
         self.tail.asked.resume()
         with _inside(stage3), torch.inference_mode(False), torch.no_grad():
             try:
-                if self._rounds.is_open:
+                if not self._rounds.is_resolved:
                     if changed := _changed(stage3, due.versions):
                         raise InvalidArgumentError(
                             f"SuperOffload: a tensor of sub-group {changed[0]} was written or replaced after step(), which the next "
                             "forward was to complete; the step was rolled back, and the tensor may have the values from before the "
                             "write. Call spillway.deepspeed.settle(engine) before such a write"
                         )
-                    self._rounds.resolve(due.factor)
+                    self._rounds.verdict = due.factor
+                    self._rounds.resolve()
                 # The device steps the tail while the host waits for the others.
                 for sub_group, outcome in due.tail.items():
                     if outcome != [0]:
@@ -199,18 +201,17 @@ class _Window:
                     _set_count(_state(stage3, sub_group), count)
                 for sub_group in due.tail:
                     stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
-                for sub_group in self._sub_groups:
-                    if sub_group not in due.tail:
-                        self._rounds.wait(sub_group)
-                        self._publish(stage3, sub_group)
-                self._rounds.finish()
+                self._rounds.carry_out(functools.partial(self._give, stage3))
                 _stage3.wait_for_copies()
             except SpillwayError:
                 self._due = None
-                self._rounds.abort()
+                self._rounds.drop()
                 raise
             due.scale_gradients()
-            self._ended(stage3, clipped=self._rounds.clips(due.factor))
+            clipped = self._rounds.clips(due.factor)
+            self._rounds.decision.judge(repeats=clipped)
+            self._ended(stage3, clipped)
+            self._rounds.begin()
             self._due = None
 
     def step_apart(self, stage3, sub_group):
@@ -229,8 +230,9 @@ class _Window:
 
         self.tail.asked.start(begun)
 
-    def ended_apart(self, stage3):
-        """A step without speculation is over."""
+    def ended_apart(self, stage3, factor):
+        """A step without speculation is over, whose gradients were multiplied by `factor`."""
+        self._rounds.decision.judge(repeats=factor != _stage3.unclipped(stage3))
         self._ended(stage3, clipped=False)
 
     def _ended(self, stage3, clipped):
@@ -262,7 +264,9 @@ class _Window:
                 if stage3.persistent_parameters:
                     stage3.persistent_parameters[0].all_gather(stage3.persistent_parameters)
 
-    def _publish(self, stage3, sub_group):
+    def _give(self, stage3, sub_group):
+        """Gives the model the weights of a sub-group, for which it waits."""
+        self._rounds.wait_for(sub_group)
         if not self._weights.publish(sub_group):
             stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
 
@@ -277,7 +281,7 @@ class _Window:
     def _submit(self, stage3, sub_group, grad, events=()):
         self.tail.place(stage3, sub_group)
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
-        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights.of(sub_group), events)
+        self._rounds.start(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights.of(sub_group), events)
         self._versions[sub_group] = _versions_of(stage3, sub_group)
 
     def _calls(self, stage3):
@@ -303,7 +307,7 @@ def overrides(stage3):
     def cleanup(self):
         if self.overflow:
             with _inside(self):
-                self.superoffload_cpu_optimizer.abort()
+                self.superoffload_cpu_optimizer.drop()
                 _window(self).end()
         return own_cleanup(self)
 
@@ -329,7 +333,7 @@ def overrides(stage3):
             if stands:
                 window.decide(self, factor)
             else:
-                window.ended_apart(self)
+                window.ended_apart(self, factor)
             window.end()
 
     def post_step(self, timer_names):

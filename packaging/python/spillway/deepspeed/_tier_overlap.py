@@ -5,7 +5,6 @@ knows the norm, the rest is submitted."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 
@@ -41,12 +40,12 @@ class Overlap(TierStep):
 
     def changing(self, params):
         """Called before backward changes gradients of these parameters."""
-        if any(self._arrivals.sub_group(param) in self.submitted for param in params):
+        if any(self.arrivals.sub_group(param) in self.submitted for param in params):
             self.abandon()
 
     def completed(self, params):
         """Called when gradients of these parameters are complete."""
-        complete = self._arrivals.complete(params)
+        complete = self.arrivals.complete(params)
         if self.decision.waits or _stage3.grad_scaler(self._stage3) is not None:
             return
         if not self.submitted:
@@ -58,15 +57,12 @@ class Overlap(TierStep):
             gradient = self._swapper.gradients.untouched(index)
             if gradient is not None:
                 if not self.submitted:
-                    self._use(self._calls_of(self._unclipped()))
+                    self._use(self._calls_of(_stage3.unclipped(self._stage3)))
                 self.submit(index, events, self._submit_early, index, gradient)
 
     def _submit_early(self, index, gradient):
         self.submitted[index] = sums([gradient])[0]
         self._submit(index, gradient)
-
-    def _unclipped(self):
-        return ctypes.c_float(float(1.0 / self._stage3.loss_scale)).value
 
     def _calls_of(self, factor):
         steps = self._swapper.steps
@@ -113,8 +109,7 @@ class Overlap(TierStep):
         if self.submitted and not stands:
             self.abandon()
         repeats = bool(stands) and factor != self._calls[0].grad_scale
-        if repeats or factor == self._unclipped():
-            self.decision.judge(in_vain=repeats)
+        self.decision.judge(repeats=factor != _stage3.unclipped(self._stage3))
         self.submitted_early += len(self.submitted)
         self.fetch()
         self._use(calls)

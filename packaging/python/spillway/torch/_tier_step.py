@@ -242,7 +242,7 @@ class Beside(TierStep):
         needed = [*filter(self._is_expected, range(len(self._expected)))]
         if needed != self._needed:
             pieces = enumerate(self._on_tier.layout.of_subgroup)
-            self._arrivals = Arrivals({at: filter(self._is_expected, (piece.parameter for piece in own)) for at, own in pieces})
+            self.arrivals = Arrivals({at: filter(self._is_expected, (piece.parameter for piece in own)) for at, own in pieces})
             self._needed = needed
 
     def begin(self) -> None:
@@ -286,7 +286,7 @@ class Beside(TierStep):
             return
         self.fetch()
         if self._reached[number] == self._expected[number]:
-            for subgroup in self._arrivals.note([number]):
+            for subgroup in self.arrivals.note([number]):
                 self._start(subgroup)
 
     def _start(self, subgroup: int) -> None:
@@ -357,7 +357,7 @@ class Beside(TierStep):
         stands = not self.decision.waits and not written and self._stands(options) and self._on_tier.stands()
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
-            self.decision.judge(in_vain=repeats)
+            self.decision.judge(repeats)
         if self.decision.waits or (self.submitted and (not stands or (repeats and len(factors) > 1))):
             self.abandon()
         if not self.submitted:

@@ -20,10 +20,11 @@ from typing import Any
 
 from ... import _abi
 from ..._early.arrivals import Arrivals
-from ..._early.round import Round
+from ..._early.decision import Decision
+from ..._early.memory_step import MemoryStep
 from ..._timeline import span
 from ..._written import changed
-from ...errors import OutOfOrderError, OwnSuppressed, TimedOutError
+from ...errors import OwnSuppressed, TimedOutError
 from ...optim import Adam
 from ...speculate import Speculation
 from .._norm import Verdict
@@ -150,21 +151,21 @@ def _with_logs(buckets: Iterable[Bucket], log_bytes: float) -> set[Bucket]:
     return found
 
 
-class Plan:
-    """The lanes of all parameters of a step, and the state of its round.
+class Plan(MemoryStep[Bucket]):
+    """The lanes of all parameters of a step, and the step. Buckets on the host are submitted.
 
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
         log_bytes: Bytes for the logs of steps before the verdict.
-        round: The buckets on the host that were submitted.
-        arrivals: The gradients that backward has completed since the last step.
         limit: The norm above which the round clips; 0: there is none.
-        prepared: What the plan was made for; None: nothing of it is known to hold.
-        verdict: What the norm says; None until it is known."""
+        prepared: What the plan was made for; None: nothing of it is known to hold."""
+
+    verdict: Verdict | None
 
     def __init__(
         self,
+        decision: Decision,
         slots: Sequence[Slot],
         numbers: Sequence[int],
         counts: Callable[[Slot], bool],
@@ -194,17 +195,19 @@ class Plan:
             bucket.number = number
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self._numbers: Sequence[int] = numbers
-        self.is_open = False
         self._options: list[bytes] = []
-        self.round: Round[Bucket] = Round()
-        self.arrivals = Arrivals({bucket: bucket.slots for bucket in self.buckets})
+        self.speculations = [engine.speculation for engine in self.engines]
         # Portions whose weights go to second copies once they are stepped. None: whether there is room for these is not known.
         self._stepping: list[tuple[Bucket, Portion]] = []
         self._has_room: bool | None = None
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
         self._exposed = 0.0
-        self.verdict: Verdict | None = None
+        # The places whose parameters have their new weights, of each bucket.
+        self._places: dict[Bucket, list[int]] = {}
+        # The verdict has kept what was stepped before it.
+        self._stands = False
+        super().__init__(decision, Arrivals({bucket: bucket.slots for bucket in self.buckets}))
 
     def bucket_of(self, slot: Slot) -> Bucket | None:
         """The bucket of a parameter; None if it has none."""
@@ -222,7 +225,7 @@ class Plan:
         # Numbers that grow alike are the usual case.
         return len({*map(sub, numbers, self._numbers)}) == 1 or self._layout == self._layout_of(self.slots, numbers)
 
-    def begin(self, numbers: Sequence[int], options: list[Any], max_norm: float) -> None:
+    def open(self, numbers: Sequence[int], options: list[Any], max_norm: float) -> None:
         """Opens a round of the parameters' steps with these numbers, with the C options of each lane.
 
         Raises:
@@ -230,7 +233,6 @@ class Plan:
         for lane, given in zip(self.lanes, options):
             check_adam(given, lane.group)
         self._options, self.limit, self.is_open = [*map(bytes, options)], max_norm, True
-        self.round.begin()
         self._numbers = numbers
         for lane, given in zip(self.lanes, options):
             lane.begin(given, max_norm)
@@ -252,7 +254,7 @@ class Plan:
         found = (bucket.edited() for bucket in self.buckets if bucket.submitted)
         return next((slot for slot in found if slot is not None), None)
 
-    def submit(self, bucket: Bucket, early: bool = False) -> None:
+    def start(self, bucket: Bucket, early: bool = False) -> None:
         """Has a bucket stepped once its gradients are on the host, unless it was submitted. `early`: backward hides the return of its
         weights."""
         if bucket.submitted:
@@ -272,7 +274,7 @@ class Plan:
             # bucket names them: a gradient is computed after its device has the weights, and its copy follows.
             fences = [*(fence for fence in self._publishing if fence is not None), *bucket.fences(portion)]
             after = bucket.after(fences)
-            self.round.submit(bucket, fences if after is None else (), bucket.submit, portion, after)
+            self.submit(bucket, fences if after is None else (), bucket.submit, portion, after)
             self._publishing.clear()
 
     def _makes_second(self, bucket: Bucket) -> bool:
@@ -302,7 +304,7 @@ class Plan:
         with self._waiting():
             while self._stepping and not self._is_measured():
                 self._bring()
-            self.round.wait()
+            self.wait()
             for engine in self.engines:
                 found, of_buckets = engine.measured()
                 nonfinite |= found
@@ -321,9 +323,9 @@ class Plan:
 
     def _is_measured(self) -> bool:
         """True if all gradients are measured. Waits for a moment."""
-        if not self.round.is_over(_LOOK):
+        if not self.is_over(_LOOK):
             return False
-        self.round.wait()
+        self.wait()
         return all(engine.is_measured(_LOOK) for engine in self.engines)
 
     def release(self) -> None:
@@ -346,75 +348,76 @@ class Plan:
         places = changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)
 
-    def resolve(self, verdict: Verdict) -> None:
-        """Gives each lane the verdict, unless it has it."""
-        for lane in self.lanes:
-            lane.tail.resolve(verdict.skips, verdict.total)
-        for engine in self.engines:
-            with OwnSuppressed(OutOfOrderError):
-                if verdict.total is None:
-                    engine.speculation.resolve_as("commit")
-                else:
-                    engine.speculation.resolve((verdict.skips, verdict.total))
-
-    def publish(self) -> None:
-        """Gives the parameters their weights, bucket by bucket as they become final. May be repeated after an exception."""
+    def complete(self) -> None:
+        """Does what the verdict says: gives the parameters their weights, bucket by bucket as they become final, unless it skips the step,
+        and counts the step. May be repeated after an exception."""
+        assert self.verdict is not None
+        self._places = {}
         try:
-            self._publish()
+            self.carry_out(self._give)
         except BaseException:
             # A second copy may have failed, and would fail again. The weights then come from the host.
             for bucket in self.buckets:
                 bucket.second.forget()
             raise
-
-    def _publish(self) -> None:
-        # Those of the tail first: a device steps them while the host waits for the others.
-        places: dict[Bucket, list[int]] = {}
-        stands = not any(engine.speculation.rolled_back_buckets() for engine in self.engines)
-        # Then those that were submitted last: the engine completes them first.
-        for bucket in (*filter(_stays, self.buckets), *reversed(self.round.submitted)):
-            with span("offload.publish", bucket.number):
-                places[bucket] = bucket.publish(stands, self._waiting)
-            if not bucket.stays:
-                self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
-        # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
-        grow_versions([*chain.from_iterable(bucket.params_at(own) for bucket, own in places.items())])
-        for bucket, own in places.items():
-            bucket.published(own)
-
-    def count(self) -> None:
-        """Sets the step counts of a step that has happened."""
+        if self.verdict.skips:
+            for bucket in self.buckets:
+                bucket.restore()
+            return
         for lane in self.lanes:
             for bucket in lane.buckets:
                 bucket.count(lane.number)
 
-    def skip(self) -> None:
-        """The step has not happened, after `finish`."""
+    def resolve(self) -> None:
+        """As of the base."""
+        assert self.verdict is not None
+        for lane in self.lanes:
+            lane.tail.resolve(self.verdict.skips, self.verdict.total)
+        super().resolve()
+        self._stands = not any(speculation.rolled_back_buckets() for speculation in self.speculations)
+
+    def _give_verdict(self, speculation: Speculation, status: list[int]) -> None:
+        assert self.verdict is not None
+        if self.verdict.total is None:
+            speculation._resolve_as(status, "commit", 1.0)
+        else:
+            speculation._resolve(status, (self.verdict.skips, self.verdict.total))
+
+    def final(self) -> Iterable[Bucket]:
+        """Those of the tail first: a device steps them while the host waits for the others."""
+        assert self.verdict is not None
+        return () if self.verdict.skips else (*filter(_stays, self.buckets), *super().final())
+
+    def _give(self, bucket: Bucket) -> None:
+        """Gives parameters the weights of a bucket, for which it waits."""
+        with span("offload.publish", bucket.number):
+            self._places[bucket] = bucket.publish(self._stands, self._waiting)
+        if not bucket.stays:
+            self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
+
+    def finish(self) -> None:
+        """As of the base. Shows autograd the weights that the parameters have before."""
+        # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
+        grow_versions([*chain.from_iterable(bucket.params_at(own) for bucket, own in self._places.items())])
+        for bucket, own in self._places.items():
+            bucket.published(own)
+        with self._waiting():
+            super().finish()
+
+    @property
+    def is_used(self) -> bool:
+        """True if gradients have arrived or were copied since the last step."""
+        return super().is_used or any(bucket.is_taken for bucket in self.buckets)
+
+    def take_back(self) -> None:
+        """As of the base, with the masters."""
+        super().take_back()
         for bucket in self.buckets:
             bucket.restore()
 
-    def finish(self) -> None:
-        """Waits until the memory of all buckets belongs to the caller again."""
-        with self._waiting():
-            for engine in self.engines:
-                engine.speculation.finish()
-
-    def abort(self) -> None:
-        """Rolls back an open round, and forgets the gradients."""
-        try:
-            if self.is_open:
-                self.round.forget()
-                for engine in self.engines:
-                    with OwnSuppressed(OutOfOrderError):
-                        engine.speculation.abort()
-            for bucket in self.buckets:
-                bucket.restore()
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """The round is over."""
-        self.is_open, self.verdict = False, None
+    def begin(self) -> None:
+        """Nothing is submitted, and no gradient has arrived."""
+        super().begin()
         self._stepping.clear()
         self.arrivals.clear()
         for bucket in self.buckets:
@@ -422,14 +425,6 @@ class Plan:
             bucket.forget()
             if self._has_room is False:
                 bucket.second.free()
-
-    def is_used(self) -> bool:
-        """True if gradients have arrived or were copied since the last step."""
-        return self.is_open or bool(self.arrivals) or any(bucket.is_taken for bucket in self.buckets)
-
-    def began(self) -> float | None:
-        """When the first step of the open or the last round began, by time.perf_counter(); None if none has begun."""
-        return min((began for engine in self.engines if (began := engine.speculation._began()) is not None), default=None)
 
     def exposed_seconds(self) -> float:
         """Seconds that callers have waited for buckets."""
@@ -446,11 +441,9 @@ class Plan:
             self._exposed += time.perf_counter() - begun
 
     def close(self) -> None:
-        """Closes the rounds; an open one is rolled back."""
-        self.round.close()
-        for engine in self.engines:
-            engine.speculation.close()
-        self.end()
+        """As of the base."""
+        super().close()
+        self.begin()
 
     def _links(self) -> set[Any]:
         return {link for bucket in self.buckets for link in bucket.links()}

@@ -118,15 +118,14 @@ class OffloadSteps(Parameters):
                 numbers = self._numbers(plan.slots)
                 if not plan.keeps_lanes(numbers):
                     return self._interrupt()
-                plan.begin(numbers, self._all_options(plan, numbers, self._scale), self._limit)
-            plan.submit(bucket, early=True)
+                plan.open(numbers, self._all_options(plan, numbers, self._scale), self._limit)
+            plan.start(bucket, early=True)
 
     def _interrupt(self) -> None:
         """Rolls back what was stepped since the last step; the next step does not overlap."""
         self._complete()
-        if self._plan is not None and self._plan.is_used():
-            self._plan.abort()
-            self._decision.waits = True
+        if self._plan is not None and self._plan.is_used:
+            self._plan.abandon()
 
     # The step.
 
@@ -186,7 +185,7 @@ class OffloadSteps(Parameters):
         if plan is not None and plan.is_open:
             if self._decision.waits or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
-                plan.abort()
+                plan.abandon()
                 if changed is not None:
                     raise InvalidArgumentError(
                         f"offload: the moments of {changed.name} were written between backward and step(), through tensors that were "
@@ -206,7 +205,7 @@ class OffloadSteps(Parameters):
             def counts(slot: Slot) -> bool:
                 return parts is None or parts.count(slot.param, slot.name)
 
-            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self.tail, log_bytes)
+            plan = self._plan = Plan(self._decision, live, numbers, counts, others, self._bucket_bytes, self.tail, log_bytes)
             if before is not None:
                 before.close()
             # The states of the tail go to its device.
@@ -220,10 +219,10 @@ class OffloadSteps(Parameters):
                 with span("offload.take", bucket.number):
                     bucket.take(marked=False)
         if not plan.is_open:
-            plan.begin(numbers, self._all_options(plan, numbers, scale), self._limit)
+            plan.open(numbers, self._all_options(plan, numbers, scale), self._limit)
         self._scale = scale
         for bucket in plan.buckets:
-            plan.submit(bucket)
+            plan.start(bucket)
 
     def _live(self) -> list[Slot]:
         """The parameters that have gradients, which fit them.
@@ -282,15 +281,17 @@ class OffloadSteps(Parameters):
         plan = self._plan
         if plan is None or plan.verdict is None:
             return self._ended(None)
+        self._report(plan.verdict)
         try:
-            self._carry_out(plan, plan.verdict)
+            without_gradients(plan.complete)
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
+            plan.drop()
             self._ended(plan)
             raise
         # A step that waited for the norm is judged too: it shows whether an early step would have been kept.
         clipped = bool(plan.limit and (self._grad_norm or 0.0) > plan.limit)
-        self._decision.judge(in_vain=clipped)
+        self._decision.judge(repeats=clipped)
         self._tail.stop(not (self._skipped or clipped), len(plan.buckets), partial(room, plan))
         self._ended(plan)
 
@@ -298,21 +299,9 @@ class OffloadSteps(Parameters):
         """A step is over, or there is none. Until the end of this call the next forward comes here again if a signal interrupts it."""
         self._verdict_due = None
         if plan is not None:
-            plan.end()
+            plan.begin()
         if self._next is not None:
             self._next.completed()
-
-    def _carry_out(self, plan: Plan, verdict: _norm.Verdict) -> None:
-        """Gives the parameters the weights of a step, unless it is skipped, and counts it."""
-        plan.resolve(verdict)
-        self._report(verdict)
-        if not verdict.skips:
-            without_gradients(plan.publish)
-        plan.finish()
-        if verdict.skips:
-            without_gradients(plan.skip)
-        else:
-            plan.count()
 
     def _begun(self) -> tuple[bool, float | None]:
         """Whether a step began during backward, all of it but the tail, and when. The devices have done what they had to do."""

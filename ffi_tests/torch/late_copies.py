@@ -1,14 +1,16 @@
-"""Random trainings with offload() on a stand-in for a device, whose copies end late, against a step without overlap.
+"""Random trainings with offload() on a stand-in for a device, whose copies end late, against a step without overlap. A handler interrupts
+every third of them, in forwards, backwards and steps, which the program then repeats.
 
-    PYTHONPATH=packaging/python python ffi_tests/torch/late_copies.py FIRST COUNT [SECONDS]
+    PYTHONPATH=packaging/python:packaging/python/tests python ffi_tests/torch/late_copies.py FIRST COUNT [SECONDS]
 
 The number of a training is the seed of everything in it: the model, what the program writes and replaces between backward and step, the
-size of the buckets, the place of the verdict, the tail, whether there are second copies of weights, and whether copies pass through blocks
-of page-locked memory, because a driver locks few bytes."""
+size of the buckets, the place of the verdict, the tail, whether there are second copies of weights, whether copies pass through blocks of
+page-locked memory, because a driver locks few bytes, and the interrupts."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import traceback
 import warnings
@@ -17,7 +19,8 @@ import late_streams
 import pytest
 import random_programs
 import torch
-from offload_runs import BUCKETS, Later, offloaded, same, training
+from interrupts import interrupted
+from offload_runs import BUCKETS, Later, Net, offloaded, same, training
 
 
 def failure(seed):
@@ -27,13 +30,66 @@ def failure(seed):
     tail, room = chance.choice((0, 0, 1, 3)), chance.random() < 0.7
     limits = chance.choice((None, None, (8192, 2048), (30_000,), (512, 256), (0,)))
     try:
-        waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
+        if seed % 3:
+            plain = late = training
+        else:
+            plain, late = _uninterrupted, _interrupted
+        waits = plain(seed, offloaded(bucket_bytes=bucket, overlap=False))
         with pytest.MonkeyPatch.context() as patch, _ended(_link(patch, limits, room)):
-            same(training(seed, offloaded(verdict, bucket_bytes=bucket, tail=tail)), waits)
+            same(late(seed, offloaded(verdict, bucket_bytes=bucket, tail=tail)), waits)
     except Exception:
         way = f"verdict {verdict}, buckets of {bucket} bytes, tail {tail}, room {room}, locks {limits}"
         return f"training {seed}: {way}\n{traceback.format_exc(limit=-3)}"
     return None
+
+
+def _uninterrupted(seed, make):
+    def run(work, at):
+        work()
+        return False
+
+    return _trained(seed, make, run)
+
+
+def _interrupted(seed, make):
+    return _trained(seed, make, functools.partial(interrupted, below=True))
+
+
+def _trained(seed, make, run):
+    """Losses and final tensors of a training. `run(work, at)` calls work(), and returns True if a handler has ended the call."""
+    chance = random.Random(f"interrupts {seed}")
+    torch.manual_seed(seed)
+    model = Net(chance, chance.choice((torch.float32, torch.bfloat16)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make(trained, model, lr=1e-2, max_norm=chance.choice((None, 0.02, 50.0)))
+    losses, x = [], torch.randn(5, model.width).to(model.scale.dtype)
+    for number in range(6):
+        where, at = chance.choice((None, "forward", "backward", "step")), int(10 ** chance.uniform(0, 3.5))
+
+        def forward():
+            return model(x, True).float().square().mean()
+
+        if where == "forward":
+            run(forward, at)
+        loss = forward()
+        if where == "backward":
+            run(loss.backward, at)
+            optimizer.zero_grad()
+            loss = forward()
+        loss.backward()
+        losses.append(loss.item())
+        if where != "step":
+            optimizer.step()
+        elif run(optimizer.step, at):
+            optimizer.settle()
+            # A step that was interrupted before its verdict has not happened.
+            if number == int(optimizer.state.get(model.scale, {}).get("step", 0)):
+                optimizer.step()
+        optimizer.zero_grad()
+    optimizer.settle()
+    state = optimizer.state_dict()["state"]
+    moments = [state[key][name] for key in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
+    return losses, [p.detach() for p in model.parameters()] + moments
 
 
 def _link(patch, limits, room):

@@ -68,7 +68,7 @@ impl Engine {
     /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet.
     pub fn begin(&self, clip: Clip) -> Result<()> {
         let mut inner = self.lock();
-        inner.round.begin(clip)?;
+        inner.round.begin(clip, self.publish == Publish::Speculative)?;
         inner.begun = None;
         Ok(())
     }

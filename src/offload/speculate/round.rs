@@ -13,6 +13,10 @@
 //! - The sum of squares adds the buckets in index order, whatever the order of their arrival.
 //! - After `resolve` every bucket reaches the state of one step with the final factor, or of no step. Speculation and
 //!   the moment at which the verdict was foreseen change no bit.
+//!
+//! A step before the verdict that the verdict repeats, or that is taken back, costs more than one after it. After two
+//! rounds in a row in which such steps were in vain, buckets are only measured before the verdict, until a round would
+//! have kept them.
 #![forbid(unsafe_code)]
 
 use super::clip::{Clip, Verdict};
@@ -20,6 +24,9 @@ use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::kernel::squares;
 use crate::optim::StepStats;
 use crate::sys::try_vec;
+
+/// Rounds in a row whose steps are in vain before the next ones only measure.
+const IN_A_ROW: u32 = 2;
 
 /// A task of the executor on one bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -104,7 +111,8 @@ pub struct Counts {
     pub redone: u64,
     /// Speculative steps that were rolled back.
     pub rolled_back: u64,
-    /// Buckets that did not step before the verdict: the verdict was foreseen, or the bucket never speculates.
+    /// Buckets that did not step before the verdict: the verdict was foreseen, the last rounds were in vain, or the bucket
+    /// never speculates.
     pub spared: u64,
 }
 
@@ -120,6 +128,12 @@ pub struct Round {
     order: Vec<usize>,
     running_sum: f64,
     foreseen: Foreseen,
+    /// Buckets may step before the verdict.
+    early: bool,
+    /// Rounds in a row whose steps before the verdict were in vain, or would have been.
+    in_vain: u32,
+    /// The last round was aborted: its steps may be those of the open one.
+    aborted: bool,
     rolled_back_buckets: Vec<u32>,
     counts: Counts,
 }
@@ -135,13 +149,17 @@ impl Round {
             order: try_vec::with_capacity("listing the buckets", buckets)?,
             running_sum: 0.0,
             foreseen: Foreseen::Nothing,
+            early: true,
+            in_vain: 0,
+            aborted: false,
             rolled_back_buckets: Vec::new(),
             counts: Counts::default(),
         })
     }
 
-    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final.
-    pub fn begin(&mut self, clip: Clip) -> Result<()> {
+    /// Opens a round. `always_early`: readers use what steps write before the verdict, whether or not the last rounds were
+    /// in vain. Errors: a round is open, or buckets of the previous round are not final.
+    pub fn begin(&mut self, clip: Clip, always_early: bool) -> Result<()> {
         match self.phase {
             Phase::Idle => {}
             Phase::Open => return Err(self.error(RoundKind::Open)),
@@ -149,6 +167,7 @@ impl Round {
         }
         self.phase = Phase::Open;
         self.clip = clip;
+        self.early = always_early || self.in_vain < IN_A_ROW;
         self.buckets.fill(BucketState::Missing);
         self.order.clear();
         self.running_sum = 0.0;
@@ -204,12 +223,12 @@ impl Round {
     }
 
     /// Starts a bucket that is waiting or due, and returns its task. A waiting bucket gets `first` ([`Task::Speculate`]
-    /// or [`Task::Measure`]) unless the verdict is foreseen.
+    /// or [`Task::Measure`]) unless the verdict is foreseen, or the last rounds were in vain.
     pub fn start(&mut self, index: usize, first: Task) -> Task {
         let task = match (&self.buckets[index], self.foreseen) {
             (BucketState::Due(task), _) => *task,
-            (_, Foreseen::Nothing) => first,
-            (_, Foreseen::Clipped) => Task::Measure,
+            (_, Foreseen::Nothing) if self.early => first,
+            (_, Foreseen::Nothing | Foreseen::Clipped) => Task::Measure,
             (_, Foreseen::Nonfinite) => Task::Pass,
         };
         self.buckets[index] = BucketState::Running(task);
@@ -285,6 +304,10 @@ impl Round {
             Verdict::Redo(_) => self.counts.redos += 1,
             Verdict::Skip => self.counts.skips += 1,
         }
+        // Steps that were taken back before say more than the verdict on them.
+        if !std::mem::take(&mut self.aborted) {
+            self.in_vain = if verdict == Verdict::Commit { 0 } else { self.in_vain.saturating_add(1) };
+        }
         self.close(verdict);
         Ok(())
     }
@@ -295,6 +318,14 @@ impl Round {
         let open = self.phase == Phase::Open;
         if open {
             self.counts.aborts += 1;
+            let stepped = |bucket: &BucketState| {
+                matches!(
+                    bucket,
+                    BucketState::Known { stepped: true, .. } | BucketState::Running(Task::Speculate)
+                )
+            };
+            self.in_vain = self.in_vain.saturating_add(u32::from(self.buckets.iter().any(stepped)));
+            self.aborted |= !self.order.is_empty();
             self.close(Verdict::Skip);
         }
         open

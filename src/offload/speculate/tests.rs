@@ -22,7 +22,7 @@ fn clip() -> Clip {
 /// A round of three buckets, of which the given ones have arrived with these sums of squares.
 fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
     let mut round = Round::new(3, Rounds::Speculation).unwrap();
-    round.begin(clip()).unwrap();
+    round.begin(clip(), false).unwrap();
     let mut tasks = Vec::new();
     for (index, sum) in arrived {
         round.submit(*index as u32).unwrap();
@@ -41,8 +41,8 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     let mut round = Round::new(2, Rounds::Speculation).unwrap();
     refused(round.submit(0), RoundKind::NotBegun);
     refused(round.resolve(Verdict::Commit), RoundKind::NotBegun);
-    round.begin(clip()).unwrap();
-    refused(round.begin(clip()), RoundKind::Open);
+    round.begin(clip(), false).unwrap();
+    refused(round.begin(clip(), false), RoundKind::Open);
     assert!(matches!(round.submit(2), Err(Error::InvalidArgument { .. })));
     round.submit(0).unwrap();
     refused(round.submit(0), RoundKind::Submitted(0));
@@ -58,14 +58,14 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     round.resolve(Verdict::Skip).unwrap();
     refused(round.resolve(Verdict::Skip), RoundKind::Resolved);
     refused(round.submit(0), RoundKind::Resolved);
-    refused(round.begin(clip()), RoundKind::Unfinished);
+    refused(round.begin(clip(), false), RoundKind::Unfinished);
     assert_eq!(round.due().collect::<Vec<_>>(), [1, 0], "the last submitted comes first");
     for index in [1, 0] {
         assert_eq!(round.start(index, Task::Speculate), Task::Rollback);
         round.done(index, StepStats::default());
     }
     refused(round.submit(0), RoundKind::Resolved);
-    round.begin(clip()).unwrap();
+    round.begin(clip(), false).unwrap();
     assert_eq!(round.progress(0), Ok(Progress::Missing));
 }
 
@@ -92,11 +92,64 @@ fn once_the_verdict_is_certain_buckets_are_spared() {
     assert_eq!((counts.speculated, counts.redone, counts.spared, counts.redos), (2, 2, 1, 1));
 }
 
+/// The first task of a bucket in the next round, which then gets this verdict; `None`: it is aborted.
+fn next_task(round: &mut Round, verdict: Option<Verdict>, always_early: bool) -> Task {
+    round.begin(clip(), always_early).unwrap();
+    round.submit(0).unwrap();
+    let task = round.start(0, Task::Speculate);
+    round.done(0, seen(0.1));
+    match verdict {
+        Some(verdict) => round.resolve(verdict).unwrap(),
+        None => assert!(round.abort()),
+    }
+    if round.due_task(0).is_some() {
+        round.start(0, Task::Speculate);
+        round.done(0, StepStats::default());
+    }
+    task
+}
+
+#[test]
+fn after_two_rounds_in_vain_buckets_are_measured_until_a_round_would_have_kept_their_steps() {
+    let (kept, redone, skipped) = (Some(Verdict::Commit), Some(Verdict::Redo(0.5)), Some(Verdict::Skip));
+    let (early, late) = (Task::Speculate, Task::Measure);
+    let mut round = Round::new(1, Rounds::Speculation).unwrap();
+    let rounds = [
+        (redone, early),
+        (kept, early),
+        (redone, early),
+        (skipped, early),
+        (redone, late),
+        (kept, late),
+        (redone, early),
+    ];
+    for (number, (verdict, wanted)) in rounds.into_iter().enumerate() {
+        assert_eq!(next_task(&mut round, verdict, false), wanted, "round {number}");
+    }
+    let mut round = Round::new(1, Rounds::Speculation).unwrap();
+    for _ in 0..3 {
+        assert_eq!(next_task(&mut round, redone, true), early, "readers use what it writes");
+    }
+    assert_eq!(next_task(&mut round, kept, false), late);
+}
+
+#[test]
+fn a_step_that_is_repeated_after_an_abort_does_not_show_that_early_steps_are_kept() {
+    let mut round = Round::new(1, Rounds::Speculation).unwrap();
+    let kept = Some(Verdict::Commit);
+    for wanted in [Task::Speculate, Task::Speculate, Task::Measure, Task::Measure] {
+        assert_eq!(next_task(&mut round, None, false), wanted);
+        next_task(&mut round, kept, false);
+    }
+    assert_eq!(next_task(&mut round, kept, false), Task::Measure);
+    assert_eq!(next_task(&mut round, kept, false), Task::Speculate);
+}
+
 #[test]
 fn a_bucket_that_does_not_speculate_steps_once_after_the_verdict() {
     for (verdict, wanted) in [(Verdict::Commit, Task::Step(1.0)), (Verdict::Redo(0.5), Task::Step(0.5))] {
         let mut round = Round::new(1, Rounds::Speculation).unwrap();
-        round.begin(clip()).unwrap();
+        round.begin(clip(), false).unwrap();
         round.submit(0).unwrap();
         assert_eq!(round.start(0, Task::Measure), Task::Measure);
         round.done(0, seen(0.1));
@@ -126,7 +179,7 @@ fn after_an_overflow_the_rest_is_not_even_measured() {
 #[test]
 fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
     let mut round = Round::new(4, Rounds::Speculation).unwrap();
-    round.begin(clip()).unwrap();
+    round.begin(clip(), false).unwrap();
     for bucket in 0..3 {
         round.submit(bucket).unwrap();
     }

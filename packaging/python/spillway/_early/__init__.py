@@ -12,7 +12,8 @@ One object is the step: `EarlyStep` has its buckets, arrivals, verdict, publicat
 | question | home |
 |---|---|
 | When are buckets taken back, when is a step carried out, and what follows a signal handler that raises? | `EarlyStep` |
-| Does a step start during backward, or wait? | `Decision` |
+| Does the program have a step wait for step()? | `waits` of `EarlyStep` |
+| Were the last steps in vain, so that the next ones wait? | the library's rounds (src/offload/speculate/round.rs); of tiers `TierStep` |
 | Which buckets has backward completed? | `Arrivals` |
 | Has memory room for the log of a bucket's early step? | `_with_logs` in torch/_offload/plan.py |
 | What was submitted? Which thread waits for the gradients of a device? | `Round` |

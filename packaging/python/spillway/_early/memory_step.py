@@ -1,4 +1,5 @@
-"""A step over states in host memory. Buckets are submitted to engines of the library, which step them at once, and get one verdict."""
+"""A step over states in host memory. Buckets are submitted to engines of the library, which step them at once, and get one verdict. If the
+early steps of the last two rounds were in vain, the engines only measure a bucket, and step it after the verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import Any, TypeVar
 
 from ..errors import OwnSuppressed
 from ..speculate import Speculation
-from .decision import Decision
 from .step import EarlyStep
 
 _Bucket = TypeVar("_Bucket", bound=Hashable)
@@ -17,7 +17,6 @@ class MemoryStep(EarlyStep[_Bucket]):
     """Base of the steps of an optimizer.
 
     Args:
-        decision: Whether steps start during backward.
         arrivals: The gradients that backward has completed since the last step.
 
     Attributes:
@@ -29,10 +28,10 @@ class MemoryStep(EarlyStep[_Bucket]):
     is_open: bool
     verdict: Any
 
-    def __init__(self, decision: Decision, arrivals: Any):
+    def __init__(self, arrivals: Any):
         # The status of the library's call with the verdict, of each engine.
         self._given: list[list[int]] = []
-        super().__init__(decision, arrivals)
+        super().__init__(arrivals)
 
     def begin(self) -> None:
         """Nothing is submitted."""

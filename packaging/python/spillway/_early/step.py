@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
-from .decision import Decision
 from .round import Round
 
 _Bucket = TypeVar("_Bucket", bound=Hashable)
@@ -24,11 +23,14 @@ class EarlyStep(Round[_Bucket]):
     """The present step of an optimizer. A subclass knows where the states are; its own subclass knows whose they are.
 
     Args:
-        decision: Whether steps start during backward.
-        arrivals: The gradients that backward has completed since the last step."""
+        arrivals: The gradients that backward has completed since the last step.
 
-    def __init__(self, decision: Decision, arrivals: Any):
-        self.decision, self.arrivals = decision, arrivals
+    Attributes:
+        waits: The program does what no step during backward can follow, as a second backward or a use of the states. From that moment on
+            nothing of this step starts, and nothing is noted for it. The next step has another value."""
+
+    def __init__(self, arrivals: Any):
+        self.waits, self.arrivals = False, arrivals
         super().__init__()
 
     # What depends on the place of the states.
@@ -60,9 +62,7 @@ class EarlyStep(Round[_Bucket]):
         """Takes back what was stepped: the states are those before the step, and what is left of it waits."""
         if self.is_used:
             # First: after a signal handler that raises nothing takes the rest for a step that stands.
-            self.decision.waits = True
-        if self.submitted:
-            self.decision.taken_back()
+            self.waits = True
         self.drop()
 
     def drop(self) -> None:
@@ -81,5 +81,5 @@ class EarlyStep(Round[_Bucket]):
     def next(self) -> None:
         """The next step begins: nothing has arrived."""
         self.begin()
-        self.decision.waits = False
+        self.waits = False
         self.arrivals.clear()

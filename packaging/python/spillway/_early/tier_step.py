@@ -1,4 +1,7 @@
-"""A step over states on a tier. Subgroups are submitted to an update of the library, which can be taken back."""
+"""A step over states on a tier. Subgroups are submitted to an update of the library, which can be taken back.
+
+A step that starts during backward is in vain if the verdict has it repeated, or if the program has it taken back. It costs more than one
+that waits. After two in a row steps wait, until one would not have been in vain."""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from ..errors import OwnSuppressed
 from ..optim import Adam
 from ..swap import SwapUpdate
 from ..tiered import Tiered
-from .decision import Decision
 from .step import EarlyStep
+
+#: The steps in a row that are made in vain before the next ones wait.
+_IN_A_ROW = 2
 
 
 class TierStep(EarlyStep[int]):
@@ -22,10 +27,26 @@ class TierStep(EarlyStep[int]):
         arrivals: Its gradients."""
 
     def __init__(self, tiered: Callable[[], Tiered], arrivals: Any):
-        self._tiered = tiered
+        self._tiered, self._in_vain = tiered, 0
         #: The update that has its verdict or gets it, what gives its weights, and the status of its step.
         self._decided: tuple[SwapUpdate, Any, list[int]] | None = None
-        super().__init__(Decision(), arrivals)
+        super().__init__(arrivals)
+
+    @property
+    def steps_early(self) -> bool:
+        """True if a subgroup is submitted once its gradients are there."""
+        return not self.waits and self._in_vain < _IN_A_ROW
+
+    def judge(self, repeats: bool) -> None:
+        """A step has its verdict, which repeats what has started, or would have started. A step that waits because of the program shows
+        nothing of that."""
+        if not self.waits:
+            self._in_vain = self._in_vain + 1 if repeats else 0
+
+    def abandon(self) -> None:
+        """As of the base. What was stepped was in vain."""
+        self._in_vain += bool(self.submitted)
+        super().abandon()
 
     def fetch(self) -> SwapUpdate:
         """The open update, or a new one. The library fetches its subgroups, and every part that is submitted has options of its own."""
@@ -73,7 +94,7 @@ class TierStep(EarlyStep[int]):
         if not status and update._ended is not None:
             status.append(update._ended)
         self.begin()
-        self.decision.waits = True
+        self.waits = True
         self._decided = None
 
     def resolve(self) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from .. import _abi, _arrays, _log, _native, topo
 from .._early import gpu_events
 from .._early.arrivals import Arrivals
-from .._early.decision import Decision
 from .._early.memory_step import MemoryStep
 from .._groups import but_factor
 from ..errors import InvalidArgumentError, SpillwayError
@@ -61,7 +60,7 @@ class SuperOffloadCPUOptimizer(MemoryStep[int]):
         self._closed = False
         self._calls, self._hosts = {}, []
         # _superoffload.py knows the gradients of the sub-groups.
-        super().__init__(Decision(), Arrivals({}))
+        super().__init__(Arrivals({}))
 
     def open(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.

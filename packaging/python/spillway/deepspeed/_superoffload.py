@@ -93,7 +93,7 @@ class _Window:
 
     def end(self):
         """Resets the state after a step."""
-        self._rounds.decision.waits, self._versions = self._reason is not None, {}
+        self._rounds.waits, self._versions = self._reason is not None, {}
         self._rounds.arrivals.clear()
 
     def interrupt(self):
@@ -117,7 +117,7 @@ class _Window:
         for sub_group in reversed(complete):
             self.tail.completed(sub_group)
         complete = [group for group in complete if group not in self.tail.members]
-        if not (self._rounds.decision.steps_early and complete):
+        if self._rounds.waits or not complete:
             return
         events = _stage3.copies()
         if not self._rounds.is_open:
@@ -208,9 +208,7 @@ class _Window:
                 self._rounds.drop()
                 raise
             due.scale_gradients()
-            clipped = self._rounds.clips(due.factor)
-            self._rounds.decision.judge(repeats=clipped)
-            self._ended(stage3, clipped)
+            self._ended(stage3, clipped=self._rounds.clips(due.factor))
             self._rounds.begin()
             self._due = None
 
@@ -230,9 +228,8 @@ class _Window:
 
         self.tail.asked.start(begun)
 
-    def ended_apart(self, stage3, factor):
-        """A step without speculation is over, whose gradients were multiplied by `factor`."""
-        self._rounds.decision.judge(repeats=factor != _stage3.unclipped(stage3))
+    def ended_apart(self, stage3):
+        """A step without speculation is over."""
         self._ended(stage3, clipped=False)
 
     def _ended(self, stage3, clipped):
@@ -333,7 +330,7 @@ def overrides(stage3):
             if stands:
                 window.decide(self, factor)
             else:
-                window.ended_apart(self, factor)
+                window.ended_apart(self)
             window.end()
 
     def post_step(self, timer_names):

@@ -46,11 +46,11 @@ class Overlap(TierStep):
     def completed(self, params):
         """Called when gradients of these parameters are complete."""
         complete = self.arrivals.complete(params)
-        if self.decision.waits or _stage3.grad_scaler(self._stage3) is not None:
+        if self.waits or _stage3.grad_scaler(self._stage3) is not None:
             return
         if not self.submitted:
             self.fetch()
-        if not complete or not self.decision.steps_early:
+        if not complete or not self.steps_early:
             return
         events = _stage3.copies()
         for index in complete:
@@ -109,7 +109,7 @@ class Overlap(TierStep):
         if self.submitted and not stands:
             self.abandon()
         repeats = bool(stands) and factor != self._calls[0].grad_scale
-        self.decision.judge(repeats=factor != _stage3.unclipped(self._stage3))
+        self.judge(repeats=factor != _stage3.unclipped(self._stage3))
         self.submitted_early += len(self.submitted)
         self.fetch()
         self._use(calls)

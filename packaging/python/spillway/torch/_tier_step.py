@@ -263,14 +263,14 @@ class Beside(TierStep):
     def arrived(self, number: int) -> None:
         """Called when backward has completed a parameter's gradient."""
         if self._busy:
-            self.decision.waits = True
+            self.waits = True
         self._busy = True
         try:
             self._reached[number] += 1
             if number in self._seen:
                 # Another backward, while the gradient of the last one is in use.
-                self.decision.waits = True
-            if self.decision.waits:
+                self.waits = True
+            if self.waits:
                 self.abandon()
             else:
                 self._advance(number)
@@ -278,7 +278,7 @@ class Beside(TierStep):
             # Backward continues; step() raises the error if it is still there. It would not raise that of a signal handler.
             if not is_own(error):
                 raise
-            self.decision.waits = True
+            self.waits = True
         self._busy = False
 
     def _advance(self, number: int) -> None:
@@ -293,13 +293,13 @@ class Beside(TierStep):
         """All expected gradients of a subgroup are there."""
         if not self._ready and self._on_tier.looks_written():
             # The masters have to take the values first, which step() sees.
-            self.decision.waits = True
+            self.waits = True
             return self.abandon()
         numbers = self._present(subgroup)
         for number in numbers:
             self._see(number)
         self._ready[subgroup] = numbers
-        if self.decision.steps_early:
+        if self.steps_early:
             self._on_tier.lend(numbers)
             self._send(subgroup, numbers, self._on_tier.gradients.fences(numbers))
 
@@ -349,16 +349,16 @@ class Beside(TierStep):
         self._on_tier.tiered.swap.handle
         self._on_tier.tiered.changes()
         if self._busy:
-            self.decision.waits = True
+            self.waits = True
         self._busy = True
         options = {key[:2]: own for key, own in rows.options.items()}
         factors = {own.grad_scale for own in options.values()}
         written = self._on_tier.written()
-        stands = not self.decision.waits and not written and self._stands(options) and self._on_tier.stands()
+        stands = not self.waits and not written and self._stands(options) and self._on_tier.stands()
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
-            self.decision.judge(repeats)
-        if self.decision.waits or (self.submitted and (not stands or (repeats and len(factors) > 1))):
+            self.judge(repeats)
+        if self.waits or (self.submitted and (not stands or (repeats and len(factors) > 1))):
             self.abandon()
         if not self.submitted:
             self.begin()
@@ -405,7 +405,7 @@ class Beside(TierStep):
 
     def resume(self) -> None:
         """The states were used: fetches continue if no gradient was submitted before."""
-        if not self.decision.waits:
+        if not self.waits:
             self.fetch()
 
     def reset(self) -> None:

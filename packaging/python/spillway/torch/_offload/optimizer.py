@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..._early.decision import Decision
 from ..._live.publisher import Figures
 from ..._progress import each
 from ..._tail_search import AskedTail, is_tail
@@ -107,7 +106,6 @@ class Offloaded(OffloadSteps):
         weakref.finalize(self, remove, self._hooks)
         self._states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._loading: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._decision = Decision()
         # The program accumulates gradients, and the last factor of a GradScaler.
         self._accumulates, self._scale = False, 1.0
         # Waits for the verdict of a step that has returned; None: there is none.
@@ -182,7 +180,8 @@ class Offloaded(OffloadSteps):
         begun, waited = time.perf_counter(), self.exposed_seconds()
         with span("offload.step"):
             without_gradients(self._step)
-        self._decision.waits = False
+        if self._plan is not None:
+            self._plan.waits = False
         self._figures.stepped(begun, self._waited_since(waited))
         return result
 
@@ -249,7 +248,8 @@ class Offloaded(OffloadSteps):
         a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
         self._check_open()
         self._interrupt()
-        self._decision.waits = True
+        if self._plan is not None:
+            self._plan.waits = True
         self._settle_low_bits()
         return super().state_dict()
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from ... import _abi
 from ..._early.arrivals import Arrivals
-from ..._early.decision import Decision
 from ..._early.memory_step import MemoryStep
 from ..._timeline import span
 from ..._written import changed
@@ -165,7 +164,6 @@ class Plan(MemoryStep[Bucket]):
 
     def __init__(
         self,
-        decision: Decision,
         slots: Sequence[Slot],
         numbers: Sequence[int],
         counts: Callable[[Slot], bool],
@@ -207,7 +205,7 @@ class Plan(MemoryStep[Bucket]):
         self._places: dict[Bucket, list[int]] = {}
         # The verdict has kept what was stepped before it.
         self._stands = False
-        super().__init__(decision, Arrivals({bucket: bucket.slots for bucket in self.buckets}))
+        super().__init__(Arrivals({bucket: bucket.slots for bucket in self.buckets}))
 
     def bucket_of(self, slot: Slot) -> Bucket | None:
         """The bucket of a parameter; None if it has none."""

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from ..._early.decision import Decision
 from ..._timeline import span
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
@@ -46,7 +45,6 @@ class OffloadSteps(Parameters):
     _grad_norm: float | None
     _skipped: bool
     _plan: Plan | None
-    _decision: Decision
     _arrivals: Iterator[int]
     #: Whether steps overlap, and the bytes for their logs, of the last step.
     _logs: tuple[bool | None, float]
@@ -67,7 +65,7 @@ class OffloadSteps(Parameters):
         slot.arrived = next(self._arrivals)
         self._check_forward(slot)
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
-        if plan is None or plan.tail != self.tail or self._accumulates or self._decision.waits:
+        if plan is None or plan.tail != self.tail or self._accumulates or plan.waits:
             return
         if not self._overlaps(slot) or averages_later(slot.param):
             return
@@ -110,16 +108,15 @@ class OffloadSteps(Parameters):
             return self._interrupt()
         with span("offload.take", bucket.number):
             bucket.take(marked=True)
-        if self._decision.steps_early:
-            if not plan.is_open:
-                # The lanes are those of the groups of the last step.
-                if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
-                    return self._interrupt()
-                numbers = self._numbers(plan.slots)
-                if not plan.keeps_lanes(numbers):
-                    return self._interrupt()
-                plan.open(numbers, self._all_options(plan, numbers, self._scale), self._limit)
-            plan.start(bucket, early=True)
+        if not plan.is_open:
+            # The lanes are those of the groups of the last step.
+            if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
+                return self._interrupt()
+            numbers = self._numbers(plan.slots)
+            if not plan.keeps_lanes(numbers):
+                return self._interrupt()
+            plan.open(numbers, self._all_options(plan, numbers, self._scale), self._limit)
+        plan.start(bucket, early=True)
 
     def _interrupt(self) -> None:
         """Rolls back what was stepped since the last step; the next step does not overlap."""
@@ -183,7 +180,7 @@ class OffloadSteps(Parameters):
         if not live:
             return self._interrupt()
         if plan is not None and plan.is_open:
-            if self._decision.waits or scale != self._scale or not self._stands(plan, live, others):
+            if plan.waits or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
                 plan.abandon()
                 if changed is not None:
@@ -205,7 +202,7 @@ class OffloadSteps(Parameters):
             def counts(slot: Slot) -> bool:
                 return parts is None or parts.count(slot.param, slot.name)
 
-            plan = self._plan = Plan(self._decision, live, numbers, counts, others, self._bucket_bytes, self.tail, log_bytes)
+            plan = self._plan = Plan(live, numbers, counts, others, self._bucket_bytes, self.tail, log_bytes)
             if before is not None:
                 before.close()
             # The states of the tail go to its device.
@@ -289,9 +286,7 @@ class OffloadSteps(Parameters):
             plan.drop()
             self._ended(plan)
             raise
-        # A step that waited for the norm is judged too: it shows whether an early step would have been kept.
         clipped = bool(plan.limit and (self._grad_norm or 0.0) > plan.limit)
-        self._decision.judge(repeats=clipped)
         self._tail.stop(not (self._skipped or clipped), len(plan.buckets), partial(room, plan))
         self._ended(plan)
 
@@ -328,7 +323,8 @@ class OffloadSteps(Parameters):
             # The step is given up. Other exceptions are those of signal handlers: the verdict is still due.
             self._verdict_due = None
             self._interrupt()
-            self._decision.waits = False
+            if self._plan is not None:
+                self._plan.waits = False
             raise
 
     def _report(self, verdict: _norm.Verdict) -> None:

@@ -1,7 +1,7 @@
 """Cases of test_interleave.py for residents, each in a process of its own. Threads replace the GPU.
 
-A case trains an engine with residents beside a plain one, whose sub-groups DeepSpeed steps by Spillway's op. Both have the same batches, and
-the same bits after each step."""
+A case trains an engine with residents beside a plain one, whose sub-groups DeepSpeed steps by Spillway's op. Both have the same
+batches, and the same bits after each step."""
 
 import collections
 import contextlib
@@ -205,7 +205,8 @@ def ways_of_steps():
                 step(own, number, **how)
             assert weights(ours) == weights(plain), (dtype, number)
             assert has_residents(ours)
-        assert full(ours) == full(plain) and ours.skipped_steps == plain.skipped_steps == (2 if dtype == "fp16" else 0)
+        assert full(ours) == full(plain) and ours.skipped_steps == plain.skipped_steps
+        assert (ours.skipped_steps > 0) == (dtype == "fp16")
 
 
 def write_full(own):
@@ -407,11 +408,11 @@ def bad_numbers():
     for number in range(2):
         for own in (plain, ours):
             step(own, number)
-    for name, value in (("lr", float("nan")), ("betas", (1.0, 0.9)), ("eps", -1.0)):
+    for name, value, words in (("lr", float("nan"), "lr"), ("betas", (1 - 1e-12, 0.9), "beta1"), ("eps", -1.0, "eps"), ("lr", 1e300, "lr")):
         good = [group[name] for group in ours.optimizer.param_groups]
         for group in ours.optimizer.param_groups:
             group[name] = value
-        with refused("nothing was stepped"), _watched.inside(ours.optimizer):
+        with refused(words), _watched.inside(ours.optimizer):
             update_of(ours).step(1.0)
         assert full(ours) == full(plain)
         for group, before in zip(ours.optimizer.param_groups, good):
@@ -425,8 +426,9 @@ class Interrupt(Exception):
     """What the signal handler raises."""
 
 
-def interrupts():
-    """After an interrupt at any call of the update, all states are those before the step, or all those after it."""
+def interrupts(first, every):
+    """After an interrupt at any call of the update, all states are those before the step, or all those after it. The interrupts come at the
+    calls number `first`, `first + every`, and so on."""
 
     def raise_interrupt(*_):
         raise Interrupt
@@ -448,7 +450,7 @@ def interrupts():
         full(ours)
         work(ours)
 
-    at, outcomes = 0, collections.Counter()
+    at, outcomes = first, collections.Counter()
     while True:
         torch.manual_seed(at)
         for one, other in zip(*(own.optimizer.fp32_partitioned_groups_flat for own in (plain, ours))):
@@ -464,7 +466,7 @@ def interrupts():
         outcomes[steps] += 1
         if not was_raised:
             break
-        at += 5
+        at += every
     assert set(outcomes) == {0, 1, 2, 3} and at > 300, (at, outcomes)
 
 

@@ -1,10 +1,12 @@
-"""Proves that ZeRO-3 with interleaved sub-groups gives the bits of ZeRO-3 without them; threads replace the GPU.
-Without a GPU the error says so, and errors in the block name the setting."""
+"""Proves that ZeRO-3 with interleaved sub-groups gives the bits of ZeRO-3 without them, also with residents, whose states code outside
+sees as after the last step; threads replace the GPU. Without a GPU the error says so, and errors in the block name the setting."""
 
 import collections
 import json
+import pathlib
 
 import pytest
+import sampled
 from test_train import attempt, train
 
 from spillway.deepspeed import _interleave, _settings
@@ -58,6 +60,9 @@ def test_without_a_gpu_the_reason_is_given(run):
         ({"plan_argument": True}, "plan_argument is True"),
         ({"backend": "tpu"}, 'backend is \'tpu\'; "cuda" or "host"'),
         ({"backend": "host", "gradient_transfers": True}, "interleave.gradient_transfers needs the backend"),
+        ({"residents": -1}, 'residents is -1; a number of sub-groups, an integer from 0, or "auto"'),
+        ({"residents": "all"}, "residents is 'all'; a number"),
+        ({"residents": True}, "residents is True; a number"),
         ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"),
         ({"rates": 3}, "rates is 3; an object"),
     ],
@@ -72,6 +77,33 @@ def test_a_block_without_the_object_is_no_concern():
     assert _settings.of_interleave({"interleave": {}}) == _settings.InterleaveBlock()
     with pytest.raises(InvalidArgumentError, match="interleave is 'yes'; an object is needed"):
         _settings.of_interleave({"interleave": "yes"})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "traffic",
+        "accesses_in_a_row",
+        "reads",
+        "ways_of_steps",
+        "writes",
+        "held_tensors",
+        "checkpoints",
+        "threads",
+        "forks",
+        "ends",
+        "bad_numbers",
+        "too_little_memory",
+    ],
+)
+def test_residents(run_forked, case):
+    """The cases of residents.py, which says what each proves."""
+    run_forked(f"import residents; residents.{case}()", pathlib.Path(__file__).parent)
+
+
+def test_interrupts_of_steps_with_residents(run_forked):
+    every = sampled.few(29, 3)
+    run_forked(f"import residents; residents.interrupts({sampled.SEED % every}, {every})", pathlib.Path(__file__).parent)
 
 
 class Copies:

@@ -4,20 +4,20 @@ the same time; their states are in host memory, or of residents in the memory of
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
     "spillway": {"interleave": {"plan": "stride", "plan_argument": 2, "gradient_transfers": true}}
 
-Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states but those of residents are in host memory. Code
-outside sees those of residents as after the step, see _interleave_residents.py."""
+Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states but those of residents are in host
+memory. Code outside sees those of residents as after the step, see _interleave_residents.py."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import itertools
-import math
 import threading
 import weakref
 from typing import Any
 
-from .. import _pinned
+from .. import _abi, _native, _pinned
 from .. import gpu as _gpu
 from .._held_signals import HeldSignals
 from ..errors import InvalidArgumentError
@@ -186,7 +186,7 @@ class InterleavedUpdate:
         return torch.cuda.current_stream()
 
     def _open(self):
-        """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors, or if the number of residents changes."""
+        """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors, or if there are more residents."""
         if self._closed:
             raise InvalidArgumentError("spillway.interleave: the update was closed with its engine; make a new engine")
         residents, masters = self._residents, self._stage3.fp32_partitioned_groups_flat
@@ -279,13 +279,15 @@ def _unfit(stage3):
 
 
 def _checked(call):
-    """The call. Raises InvalidArgumentError for numbers that the library refuses: after the first gradient was announced, a step that is
-    refused leaves no way back."""
-    numbers = {name: getattr(call, name) for name in ("lr", "eps", "weight_decay", "grad_scale", "beta1", "beta2")}
-    for name, number in numbers.items():
-        least, end = {"eps": (0.0, math.inf), "beta1": (0.0, 1.0), "beta2": (0.0, 1.0)}.get(name, (-math.inf, math.inf))
-        if not (math.isfinite(number) and least <= number < end):
-            raise InvalidArgumentError(f"spillway.interleave: {name} is {number}; set another in the parameter groups; nothing was stepped")
+    """The call. Raises InvalidArgumentError for numbers that the library refuses, before a gradient is announced: a step that is refused
+    later can be neither begun nor taken back."""
+    options = _abi.sized(_abi.AdamOptions)
+    options.step = call.step
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"):
+        setattr(options, name, ctypes.c_float(getattr(call, name)).value)
+    # DeepSpeed's arithmetic has negative learning rates.
+    options.lr = abs(options.lr)
+    _native.call("spw_adam_check", ctypes.byref(options), None, 0)
     return call
 
 

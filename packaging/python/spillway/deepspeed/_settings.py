@@ -145,8 +145,9 @@ class InterleaveBlock(_Strict):
     residents: _TailSetting = _setting(
         0,
         'a number of sub-groups, an integer from 0, or "auto"',
-        "Sub-groups whose states stay on the GPU between steps, the last ones: 12 bytes per parameter, and those of its gradient. They return "
-        'to host memory before other code reads or writes states. "auto": after two steps as many as fit, with a tenth of the memory left free.',
+        "Sub-groups whose states stay on the GPU between steps, the last ones: 12 bytes per parameter, and those of its gradient. They "
+        'return to host memory before other code reads or writes states. "auto": after two steps as many as fit, with a tenth of the '
+        "GPU's memory left free.",
     )
     rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s", "Measured rates of the machine.")
     replan: bool = _setting(False, _BOOLEAN, "Adapt the plan to the measured times after every step; needs rates.")

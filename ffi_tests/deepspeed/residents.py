@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import types
 
 import train
 
@@ -535,3 +536,47 @@ def too_little_memory():
     finally:
         torch.empty_like = own
     assert found.number == 2 and found.gradient(2, None) is None and found.gradient(3, None) is not None
+
+
+class Stream:
+    """A CUDA stream, which notes what waits for what."""
+
+    def __init__(self, _=None):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+def on_a_gpu():
+    """On a GPU, "auto" leaves a tenth of its memory free, and the gradients of those that are resident in a step are copied on a stream of
+    their own, after the work of the step's stream. CUDA is a stub."""
+    sizes, own_stream, copying = [10, 20, 30, 40], Stream(), []
+
+    @contextlib.contextmanager
+    def stream(entered):
+        copying.append(entered)
+        yield
+
+    cuda, own_like = torch.cuda, torch.empty_like
+    # 16 bytes for each of 40 and 30 parameters, and not for 20 more, are free beside the tenth.
+    free = 100 + 16 * 70 + 16 * 19
+    stubs = {"Stream": Stream, "stream": stream, "mem_get_info": lambda device: (free, 1000), "memory_reserved": lambda device: 0}
+    before = {name: getattr(cuda, name) for name in (*stubs, "max_memory_allocated")}
+    vars(cuda).update(stubs, max_memory_allocated=lambda device: 0)
+    torch.empty_like = lambda grad, device: own_like(grad, device="cpu" if device == torch.device("cuda", 0) else None)
+    try:
+        masters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+        for index, master in enumerate(masters):
+            master.grad = torch.full_like(master, index + 1.0)
+        found = _interleave_residents.Residents("auto", 4, types.SimpleNamespace(ordinal=0))
+        for steps, number in ((0, 0), (1, 0), (2, 2), (9, 2)):
+            found.choose(steps, masters)
+            assert found.number == number
+        found.open(masters)
+        streams = found.upload(["cpu", "gpu", "cpu", "resident"], masters, own_stream)
+        assert [*streams] == [3] and streams[3].waited == [own_stream] and copying == [streams[3]]
+        assert found.gradient(3, None).equal(masters[3].grad) and found.gradient(1, "own") == "own"
+    finally:
+        vars(cuda).update(before)
+        torch.empty_like = own_like

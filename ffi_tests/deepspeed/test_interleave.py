@@ -94,6 +94,7 @@ def test_a_block_without_the_object_is_no_concern():
         "ends",
         "bad_numbers",
         "too_little_memory",
+        "on_a_gpu",
     ],
 )
 def test_residents(run_forked, case):

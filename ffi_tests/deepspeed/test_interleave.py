@@ -35,13 +35,25 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
         {"plan": "stride", "plan_argument": 2},
         {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
         {"plan": "model", "rates": rates, "replan": True},
+        {"plan": "model", "rates": rates, "replan": True, "residents": 2},
+        {"plan": "stride", "plan_argument": 2, "residents": "auto"},
     ):
         if settings["plan"] == "count":
             settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]  # noqa: F821
         mixed = run(*block(backend="host", **settings))
         assert (mixed["sha256"], mixed["losses"]) == (plain["sha256"], plain["losses"]), settings
         served = mixed["active"]["interleave"]
-        assert served["steps"] == mixed["steps"] and served["gpu"] > 0, served
+        assert served["steps"] == mixed["steps"] and served["resident" if "residents" in settings else "gpu"] > 0, served
+
+
+def test_two_ranks_with_residents_have_the_weights_of_two_without(run, overlay):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    # Without a compiler, which DeepSpeed would use for its collectives.
+    path = str(pathlib.Path(overlay).parent)
+    plain = run(launcher=launcher, PATH=path)
+    ours = run(*block(backend="host", residents=3), launcher=launcher, PATH=path)
+    assert (ours["sha256"], ours["losses"]) == (plain["sha256"], plain["losses"])
+    assert ours["active"]["interleave"]["resident"] == 3 * ours["steps"]
 
 
 def test_without_a_gpu_the_reason_is_given(run):

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import types
+from random import Random
 
 import train
 
@@ -258,6 +259,40 @@ def writes():
         number += 1
         assert weights(ours) == weights(plain), write
     assert full(ours) == full(plain)
+
+
+def random_programs(seed, count):
+    """Random steps, reads, writes and checkpoints: the bits are those of the plain engine."""
+    random, folder = Random(seed), tempfile.mkdtemp()
+    plans = ({}, {"plan": "count", "plan_argument": 0}, {"plan": "count", "plan_argument": 2, "slots": 1, "chunk": 100})
+    try:
+        for program in range(count):
+            dtype, micro_batches = random.choice(("bf16", "fp16")), random.choice((1, 2))
+            plain = engine(None, dtype, micro_batches)
+            ours = engine(random.choice((1, 3, 6, "auto")), dtype, micro_batches, **random.choice(plans))
+            # A layer without gradient uses its last one, and so not a finite one after a skipped step.
+            skips = random.random() < 0.5
+            for number in range(30):
+                factor = float("inf") if skips and random.random() < 0.1 else 1.0
+                how = {"skipped": -1 if skips else random.randrange(-LAYERS, LAYERS), "factor": factor}
+                for own in (plain, ours):
+                    step(own, number, **how)
+                assert weights(ours) == weights(plain), (seed, program, number)
+                if random.random() < 0.2:
+                    read = READS[random.choice([*READS])]
+                    assert read(ours) == read(plain), (seed, program, number)
+                if random.random() < 0.1:
+                    write = random.choice((write_full, write_local, write_state, write_masters))
+                    for own in (plain, ours):
+                        write(own)
+                if random.random() < 0.1:
+                    random.choice((plain, ours)).save_checkpoint(folder, "both")
+                    for own in (plain, ours):
+                        own.load_checkpoint(folder, "both")
+            assert full(ours) == full(plain), (seed, program)
+            ours.destroy()
+    finally:
+        shutil.rmtree(folder)
 
 
 def held_tensors():

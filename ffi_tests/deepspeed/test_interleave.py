@@ -114,6 +114,10 @@ def test_residents(run_forked, case):
     run_forked(f"import residents; residents.{case}()", pathlib.Path(__file__).parent)
 
 
+def test_random_programs_with_residents(run_forked):
+    run_forked(f"import residents; residents.random_programs({sampled.SEED}, {sampled.few(3, 60)})", pathlib.Path(__file__).parent)
+
+
 def test_interrupts_of_steps_with_residents(run_forked):
     every = sampled.few(29, 3)
     run_forked(f"import residents; residents.interrupts({sampled.SEED % every}, {every})", pathlib.Path(__file__).parent)

@@ -121,7 +121,9 @@ class Residents:
         """Has all states in host memory. After an interrupt it is called again."""
         if self._away is not None:
             if update is None:
-                raise InvalidArgumentError("spillway.interleave: the states of residents were lost with their GPU; load a checkpoint")
+                raise InvalidArgumentError(
+                    "spillway.interleave: the states of residents were lost with their GPU; make a new engine, and load a checkpoint"
+                )
             update.set_plan([_CPU if placement == _RESIDENT else placement for placement in update.get_plan()])
             update.drain()
             self._away = None

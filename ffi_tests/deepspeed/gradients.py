@@ -185,8 +185,11 @@ def config(cell, place):
         settings[dtype] = {"enabled": True, **({"initial_scale_power": 8, "hysteresis": 1} if dtype == "fp16" else {})}
     if cell["way"].startswith("unmanaged"):
         settings["managed_gradient_accumulation"] = False
-    if adapter == "interleave":
-        settings["spillway"] = {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}
+    if adapter.startswith("interleave"):
+        residents = 2 if adapter.endswith("residents") else 0
+        settings["spillway"] = {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2, "residents": residents}}
+    if adapter == "interleave residents":
+        stay_in_spite_of_looks()
     if adapter.startswith("superoffload"):
         zero["offload_optimizer"].update(super_offload=True, cpuadam_cores_perc=0.8)
         settings["spillway"] = {"superoffload": {"tail": 2 if adapter.endswith("tail") else 0}}
@@ -194,6 +197,13 @@ def config(cell, place):
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(place), "buffer_count": 8}
         settings["spillway"] = BLOCKS[adapter]
     return settings
+
+
+def stay_in_spite_of_looks():
+    """Has residents on the device in each step, although the states are compared after each."""
+    from spillway.deepspeed import _interleave_residents
+
+    _interleave_residents._MOST_IN_A_ROW = STEPS + 1
 
 
 BLOCKS = {

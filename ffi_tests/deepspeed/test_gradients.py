@@ -26,6 +26,7 @@ PLACES = {
     "superoffload": "zero3",
     "superoffload tail": "zero3",
     "interleave": "zero3",
+    "interleave residents": "zero3",
 }
 
 
@@ -100,13 +101,16 @@ SERVED = {
     "superoffload": "superoffload",
     "superoffload tail": "superoffload",
     "interleave": "interleave",
+    "interleave residents": "interleave",
     **dict.fromkeys(gradients.BLOCKS, "tier"),
     "swapper": "cpu_adam",
 }
+_OF_INTERLEAVE = ("the model's weights have 32 bits", "torch's gradient scaler unscales")
 # What Spillway refuses where DeepSpeed goes on, by place.
 REFUSED = {
     "superoffload tail": ("torch's gradient scaler unscales",),
-    "interleave": ("the model's weights have 32 bits", "torch's gradient scaler unscales"),
+    "interleave": _OF_INTERLEAVE,
+    "interleave residents": _OF_INTERLEAVE,
     "tier": ("torch's gradient scaler would step only",),
     "tier resume": ("torch's gradient scaler would step only",),
     "tier split": ("have to be bfloat16",),

@@ -1,10 +1,12 @@
-"""Proves that ZeRO-3 with interleaved sub-groups gives the bits of ZeRO-3 without them; threads replace the GPU.
-Without a GPU the error says so, and errors in the block name the setting."""
+"""Proves that ZeRO-3 with interleaved sub-groups gives the bits of ZeRO-3 without them, also with residents, whose states code outside
+sees as after the last step; threads replace the GPU. Without a GPU the error says so, and errors in the block name the setting."""
 
 import collections
 import json
+import pathlib
 
 import pytest
+import sampled
 from test_train import attempt, train
 
 from spillway.deepspeed import _interleave, _settings
@@ -33,13 +35,25 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
         {"plan": "stride", "plan_argument": 2},
         {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
         {"plan": "model", "rates": rates, "replan": True},
+        {"plan": "model", "rates": rates, "replan": True, "residents": 2},
+        {"plan": "stride", "plan_argument": 2, "residents": "auto"},
     ):
         if settings["plan"] == "count":
             settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]  # noqa: F821
         mixed = run(*block(backend="host", **settings))
         assert (mixed["sha256"], mixed["losses"]) == (plain["sha256"], plain["losses"]), settings
         served = mixed["active"]["interleave"]
-        assert served["steps"] == mixed["steps"] and served["gpu"] > 0, served
+        assert served["steps"] == mixed["steps"] and served["resident" if "residents" in settings else "gpu"] > 0, served
+
+
+def test_two_ranks_with_residents_have_the_weights_of_two_without(run, overlay):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    # Without a compiler, which DeepSpeed would use for its collectives.
+    path = str(pathlib.Path(overlay).parent)
+    plain = run(launcher=launcher, PATH=path)
+    ours = run(*block(backend="host", residents=3), launcher=launcher, PATH=path)
+    assert (ours["sha256"], ours["losses"]) == (plain["sha256"], plain["losses"])
+    assert ours["active"]["interleave"]["resident"] == 3 * ours["steps"]
 
 
 def test_without_a_gpu_the_reason_is_given(run):
@@ -58,6 +72,9 @@ def test_without_a_gpu_the_reason_is_given(run):
         ({"plan_argument": True}, "plan_argument is True"),
         ({"backend": "tpu"}, 'backend is \'tpu\'; "cuda" or "host"'),
         ({"backend": "host", "gradient_transfers": True}, "interleave.gradient_transfers needs the backend"),
+        ({"residents": -1}, 'residents is -1; a number of sub-groups, an integer from 0, or "auto"'),
+        ({"residents": "all"}, "residents is 'all'; a number"),
+        ({"residents": True}, "residents is True; a number"),
         ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"),
         ({"rates": 3}, "rates is 3; an object"),
     ],
@@ -72,6 +89,38 @@ def test_a_block_without_the_object_is_no_concern():
     assert _settings.of_interleave({"interleave": {}}) == _settings.InterleaveBlock()
     with pytest.raises(InvalidArgumentError, match="interleave is 'yes'; an object is needed"):
         _settings.of_interleave({"interleave": "yes"})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "traffic",
+        "accesses_in_a_row",
+        "reads",
+        "ways_of_steps",
+        "writes",
+        "held_tensors",
+        "checkpoints",
+        "threads",
+        "forks",
+        "ends",
+        "bad_numbers",
+        "too_little_memory",
+        "on_a_gpu",
+    ],
+)
+def test_residents(run_forked, case):
+    """The cases of residents.py, which says what each proves."""
+    run_forked(f"import residents; residents.{case}()", pathlib.Path(__file__).parent)
+
+
+def test_random_programs_with_residents(run_forked):
+    run_forked(f"import residents; residents.random_programs({sampled.SEED}, {sampled.few(3, 60)})", pathlib.Path(__file__).parent)
+
+
+def test_interrupts_of_steps_with_residents(run_forked):
+    every = sampled.few(29, 3)
+    run_forked(f"import residents; residents.interrupts({sampled.SEED % every}, {every})", pathlib.Path(__file__).parent)
 
 
 class Copies:

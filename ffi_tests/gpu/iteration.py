@@ -27,7 +27,7 @@ OFFLOAD = {
     "offload-tail": {"tail": "auto"},
     "offload-flow": {"weights": "flow", "device": DEVICE},
 }
-DEEPSPEED = ["deepspeed-zero2", "deepspeed-superoffload", "superoffload-on-spillway", "interleave-on-spillway"]
+DEEPSPEED = ["deepspeed-zero2", "deepspeed-superoffload", "superoffload-on-spillway", "interleave-on-spillway", "residents-on-spillway"]
 #: The most important ones first: time on a GPU may end.
 KINDS = ["gpu", "torchao", *OFFLOAD, *DEEPSPEED, "tier", "tier-overlap"]
 LAYERS, WIDTH, CONTEXT, WORDS, STEPS = size(16, 4, 2), size(1536, 256, 64), size(1024, 128, 8), size(32768, 1024, 64), size(14, 6, 4)
@@ -167,8 +167,12 @@ def _engine(kind, model, options):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
         "steps_per_print": 1 << 30,
     }
-    if kind == "interleave-on-spillway":
-        config["spillway"] = {"interleave": {"plan": "stride", "plan_argument": 2, "gradient_transfers": True}}
+    plans = {
+        "interleave-on-spillway": {"plan": "stride", "plan_argument": 2},
+        "residents-on-spillway": {"residents": "auto", "plan": "count", "plan_argument": 0},
+    }
+    if kind in plans:
+        config["spillway"] = {"interleave": {"gradient_transfers": True, **plans[kind]}}
     engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine, optimizer
 

@@ -161,22 +161,26 @@ def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
     driver.free(*grads, *copies)
 
 
-def test_gradients_in_host_memory_alone(desk):
-    """Gradients as in ZeRO-3: 32 bits wide, and fetched by the GPU where the GPU steps."""
+def test_gradients_in_host_memory(desk):
+    """Gradients as in ZeRO-3: 32 bits wide, and fetched by the GPU where the GPU steps. That of the last subgroup is also on the device, to
+    which another stream copies it, and so the subgroup may be resident."""
     driver, gpu, stream = desk
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     plain.grad = [np.zeros(n, np.float32) for n in SIZES]
     copies, homes, seen = ([make(copy) for copy in plain.copy] for make in (driver.device, lambda copy: spillway.pinned(copy.size), locked))
+    last, other = driver.device(plain.grad[3]), driver.stream()
     subgroups = [
-        spillway.Subgroup(*map(locked, arrays), None, copy, home)
-        for *arrays, copy, home in zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)
+        spillway.Subgroup(*map(locked, arrays), grad, copy, home)
+        for *arrays, grad, copy, home in zip(plain.param, plain.exp_avg, plain.exp_avg_sq, (None, None, None, last), copies, homes)
     ]
     with spillway.Interleave(subgroups, gpu=gpu, transfer_dtype="delivered", fetch_gradients=True) as update:
-        update.set_plan(["gpu", "cpu", "gpu", "gpu"])
-        for number in range(3):
+        for number in range(6):
+            update.set_plan(["gpu", "cpu", "gpu", ("gpu", "resident", "cpu")[number // 2]])
             for index, home in enumerate(homes):
                 plain.grad[index][:] = home[:] = normal(home.size, number + 10 * index)
-                update.grad_ready(index, stream)
+            driver.upload(homes[3], last, other)
+            for index in range(len(SIZES)):
+                update.grad_ready(index, other if index == 3 else stream)
             plain.step(theirs)
             update.begin(ours, grad_scale=SCALE, stream=stream)
             for index in range(len(SIZES)):
@@ -186,7 +190,10 @@ def test_gradients_in_host_memory_alone(desk):
             assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
         with pytest.raises(spillway.InvalidArgumentError, match="makes subgroup 1 resident"):
             update.set_plan(["cpu", "resident", "cpu", "cpu"])
-    driver.free(*copies)
+        update.drain()
+        for subgroup, wanted in zip(subgroups, zip(plain.param, plain.exp_avg, plain.exp_avg_sq)):
+            assert all((mine == right).all() for mine, right in zip(subgroup, wanted))
+    driver.free(last, *copies)
 
 
 def test_without_a_gpu_threads_take_its_part(monkeypatch):

@@ -13,6 +13,7 @@ FACES = {"__main__": {"deepspeed._hook", "deepspeed._versions", "megatron._versi
 #: Modules that are no face for programs, and the modules of other folders that build on them.
 INNER = {
     "torch.inner": {
+        "deepspeed._interleave_residents",
         "deepspeed._stage3",
         "deepspeed._superoffload_tail",
         "megatron._hybrid",

@@ -1,23 +1,29 @@
 """The `interleave` object in the `spillway` block of a DeepSpeed configuration: CPU and GPU step ZeRO-3's sub-groups at
-the same time; their states are in host memory.
+the same time; their states are in host memory, or of residents in the memory of the GPU.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
     "spillway": {"interleave": {"plan": "stride", "plan_argument": 2, "gradient_transfers": true}}
 
-Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states are in host memory."""
+Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states but those of residents are in host
+memory. Code outside sees those of residents as after the step, see _interleave_residents.py."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
+import itertools
+import threading
 import weakref
 from typing import Any
 
-from .. import _pinned
+from .. import _abi, _native, _pinned
 from .. import gpu as _gpu
+from .._held_signals import HeldSignals
 from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
-from . import _installed, _lifetime, _optimizer_ops, _stage3
+from . import _installed, _lifetime, _optimizer_ops, _stage3, _watched
+from ._interleave_residents import Residents
 
 _updates: weakref.WeakSet[InterleavedUpdate] = weakref.WeakSet()
 
@@ -45,31 +51,71 @@ class InterleavedUpdate:
         self.gpu: Any = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
         self._interleave: Any = None
         self._arrays: Any = None
+        self.lock = threading.RLock()
         self._copies: collections.deque[_gpu.Copy] = collections.deque()
         self._closed = False
+        # True while a step has begun and not ended.
+        self._in_flight = False
         # The last step's factor, which the gradients in host memory do not have yet.
         self._factor = 1.0
         self._with_data = len(set().union(*(_stage3.with_data(stage3, group) for group in stage3.fp16_groups)))
+        fetched = settings.plan_argument if settings.plan == "count" else 0
+        self._residents = Residents(settings.residents, max(0, len(stage3.fp16_groups) - fetched), self.gpu)
+        _watched.watch(stage3, self)
         _lifetime.opened(self)
-        self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
+        self.counts = {"steps": 0, "cpu": 0, "gpu": 0, "resident": 0}
         _updates.add(self)
 
     def step(self, factor):
         """Starts the step of all sub-groups; `factor` multiplies the gradients."""
+        self._return(only_written=True)
         self._open()
         stream = self._stream()
         self.reading()
         for copy in self._copies:
             copy.stream_wait(stream)
-        update, placements = self._interleave, self._interleave.get_plan()
-        for index in range(len(placements)):
-            update.grad_ready(index, stream)
-        update.begin_ds(self._stage3.optimizer.opt_id, [self._next_call(index, factor) for index in range(len(placements))], stream)
+        self._residents.admit(self._interleave, self._tensors)
+        placements, masters = self._interleave.get_plan(), self._stage3.fp32_partitioned_groups_flat
+        states = [self._stage3.optimizer.state[master] for master in masters]
+        calls = [_checked(_stage3.call_of(self._stage3, index, state["step"] + 1, factor)) for index, state in enumerate(states)]
+        streams = self._residents.upload(placements, masters, stream)
+        # An interrupt between these calls would leave a step that can be neither ended nor begun again.
+        signals = HeldSignals()
+        signals.hold()
+        try:
+            for index in range(len(placements)):
+                self._interleave.grad_ready(index, streams.get(index, stream))
+            self._in_flight = True
+            self._interleave.begin_ds(self._stage3.optimizer.opt_id, calls, stream)
+            for state in states:
+                state["step"] += 1
+            self._factor = factor
+        finally:
+            signals.release()
         self.counts["steps"] += 1
-        for index, placement in enumerate(placements):
+        for placement, master in zip(placements, masters):
             self.counts[placement] += 1
-            _optimizer_ops.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
-        self._factor = factor
+            _optimizer_ops.count("cpu_adam", master.numel())
+
+    def seen(self):
+        """Has the states of residents in host memory, because code outside may read or change them."""
+        if self._residents.seen():
+            with _watched.inside(self._stage3):
+                self._return()
+
+    def _return(self, only_written=False):
+        """Has the states of residents in host memory; with `only_written` only if that was written. Refuses what was written there."""
+        if self._in_flight:
+            # An interrupt has ended the last step's call, but not the step.
+            self._drain()
+        written = self._residents.written(self._tensors)
+        if written or not only_written:
+            self._residents.give_back(self._interleave)
+        if written:
+            raise InvalidArgumentError(
+                f"spillway.interleave: a tensor of sub-group {written[0]} was written or replaced while its states were on the GPU; it may "
+                "have the values from before the write. Fetch the masters, or optimizer.state, from the optimizer again before a write"
+            )
 
     def reading(self):
         """Multiplies the gradients of parameters that had none since the last step by that step's factor, as every step of
@@ -77,22 +123,27 @@ class InterleavedUpdate:
         stage3, factor, self._factor = self._stage3, self._factor, 1.0
         if factor == 1.0 or len(stage3.norm_for_param_grads) >= self._with_data:
             return
-        for group in stage3.fp16_groups:
-            for param in group:
+        with _watched.inside(stage3):
+            for param in itertools.chain.from_iterable(stage3.fp16_groups):
                 if stage3.get_param_id(param) not in stage3.norm_for_param_grads:
                     index, offset, count = stage3.grad_position[stage3.get_param_id(param)]
                     stage3.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, count).mul_(factor)
 
     def publish(self, index):
-        """Makes the current stream wait for a sub-group's new weights. After the last sub-group all states are in host
-        memory."""
+        """Makes the current stream wait for a sub-group's new weights. After the last sub-group all states but those of residents are in
+        host memory."""
         self._interleave.stream_wait_params(index, self._stream())
         if index == len(self._interleave) - 1:
-            self._interleave.drain()
-            self._copies.clear()
+            self._drain()
             if self.settings.replan:
                 self._interleave.replan()
+                self._residents.replanned(self._interleave)
         self._stage3._unflatten_partitioned_parameters(index)
+
+    def _drain(self):
+        self._interleave.drain()
+        self._in_flight = False
+        self._copies.clear()
 
     @contextlib.contextmanager
     def setting(self, params):
@@ -135,33 +186,43 @@ class InterleavedUpdate:
         return torch.cuda.current_stream()
 
     def _open(self):
-        """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors."""
-        arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
-        addresses = [[(array.data_ptr(), array.numel(), array.dtype) for array in group if array is not None] for group in arrays]
+        """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors, or if there are more residents."""
         if self._closed:
             raise InvalidArgumentError("spillway.interleave: the update was closed with its engine; make a new engine")
-        if addresses == self._arrays:
+        residents, masters = self._residents, self._stage3.fp32_partitioned_groups_flat
+        residents.choose(self.counts["steps"], masters)
+        arrays = [self._subgroup(index) for index in range(len(masters))]
+        addresses = [[(array.data_ptr(), array.numel(), array.dtype) for array in group if array is not None] for group in arrays]
+        if (residents.number, addresses) == self._arrays:
             return
         self._end()
+        residents.open(masters)
+        arrays = [group._replace(grad=residents.gradient(index, group.grad)) for index, group in enumerate(arrays)]
         settings, sizes = self.settings, [group.param.numel() for group in arrays]
         self._interleave = Interleave(
             arrays, gpu=self.gpu, transfer_dtype="delivered", fetch_gradients=True, slots=settings.slots, chunk=settings.chunk
         )
         rates = Rates(**settings.rates.model_dump()) if settings.rates else Rates(1.0, 1.0, 1.0, 1.0)
+        residents.plan, residents.plan_at_home = (self._plan(rates, sizes, number) for number in (residents.number, 0))
+        self._interleave.set_plan(residents.plan_at_home)
+        if settings.rates:
+            self._interleave.calibrate(rates)
+        self._arrays = residents.number, addresses
+
+    def _plan(self, rates, sizes, residents):
+        settings = self.settings
         found = plan(
             rates,
             sizes,
             mode=settings.plan,
             argument=settings.plan_argument,
+            residents=residents,
             transfer_dtype="delivered",
             fetch_gradients=True,
             slots=settings.slots,
             chunk=settings.chunk,
         )
-        self._interleave.set_plan(found.placements)
-        if settings.rates:
-            self._interleave.calibrate(rates)
-        self._arrays = addresses
+        return list(found.placements)
 
     def _subgroup(self, index):
         stage3 = self._stage3
@@ -174,22 +235,34 @@ class InterleavedUpdate:
             state[name] = _locked(state[name])
         return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], None, weights, master.grad.data)
 
-    def _next_call(self, index, factor):
-        state = self._stage3.optimizer.state[self._stage3.fp32_partitioned_groups_flat[index]]
-        state["step"] += 1
-        return _stage3.call_of(self._stage3, index, state["step"], factor)
+    def _tensors(self, index):
+        master = self._stage3.fp32_partitioned_groups_flat[index]
+        state = self._stage3.optimizer.state[master]
+        return master, state["exp_avg"], state["exp_avg_sq"]
 
     def close(self):
-        """Closes the update and the GPU; the states stay in host memory."""
-        self._closed = True
-        self._end()
-        if self.gpu is not None:
-            self.gpu.close()
+        """Closes the update and the GPU; the states are in host memory."""
+        with self.lock if self._residents.is_own else contextlib.nullcontext():
+            self._closed = True
+            self._end()
+            if self.gpu is not None:
+                self.gpu.close()
 
     def _end(self):
-        if self._interleave is not None:
+        if self._interleave is None:
+            return
+        # An interrupt between these calls would lose the states of residents.
+        signals = HeldSignals()
+        signals.hold()
+        try:
+            if self._residents.is_own:
+                if self._in_flight:
+                    self._drain()
+                self._residents.give_back(self._interleave)
+        finally:
             self._interleave.close()
             self._interleave = self._arrays = None
+            signals.release()
 
 
 def _unfit(stage3):
@@ -203,6 +276,19 @@ def _unfit(stage3):
     return (
         "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None
     )
+
+
+def _checked(call):
+    """The call. Raises InvalidArgumentError for numbers that the library refuses, before a gradient is announced: a step that is refused
+    later can be neither begun nor taken back."""
+    options = _abi.sized(_abi.AdamOptions)
+    options.step = call.step
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"):
+        setattr(options, name, ctypes.c_float(getattr(call, name)).value)
+    # DeepSpeed's arithmetic has negative learning rates.
+    options.lr = abs(options.lr)
+    _native.call("spw_adam_check", ctypes.byref(options), None, 0)
+    return call
 
 
 def _ordinal():

@@ -132,7 +132,7 @@ class RatesBlock(_Strict):
 
 
 class InterleaveBlock(_Strict):
-    """CPU and GPU step ZeRO-3's sub-groups at the same time; their states are in host memory."""
+    """CPU and GPU step ZeRO-3's sub-groups at the same time; their states are in host memory, or of residents on the GPU."""
 
     backend: Literal["cuda", "host"] = _setting("cuda", _one_of(("cuda", "host")), '"host" replaces the GPU by threads, for tests.')
     plan: Literal[tuple(PLANS)] = _setting(  # type: ignore[valid-type]
@@ -142,6 +142,13 @@ class InterleaveBlock(_Strict):
         'sub-groups; "model" and "eq1" compute the plan from the rates.',
     )
     plan_argument: _Count = _setting(2, _INTEGER, 'The number that the plans "stride" and "count" need.')
+    residents: _TailSetting = _setting(
+        0,
+        'a number of sub-groups, an integer from 0, or "auto"',
+        "Sub-groups whose states stay on the GPU between steps, the last ones: 12 bytes per parameter, and those of its gradient. They "
+        'return to host memory before other code reads or writes states. "auto": after two steps as many as fit, with a tenth of the '
+        "GPU's memory left free.",
+    )
     rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s", "Measured rates of the machine.")
     replan: bool = _setting(False, _BOOLEAN, "Adapt the plan to the measured times after every step; needs rates.")
     gradient_transfers: bool = _setting(

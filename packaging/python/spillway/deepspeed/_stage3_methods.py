@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
-from . import _checkpoints, _lifetime, _muon, _stage3, _swap_files, _versions
+from . import _checkpoints, _lifetime, _muon, _stage3, _swap_files, _versions, _watched
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -24,7 +24,7 @@ _SETTERS = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_
 def overrides(stage3):
     """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name."""
     found = {**_setting_up(stage3), **_stepping(stage3), **_gradients(stage3), **_checkpointing(stage3)}
-    return {name: method for name, method in found.items() if hasattr(stage3, name)}
+    return {**{name: method for name, method in found.items() if hasattr(stage3, name)}, _watched.MASTERS: _watched.masters()}
 
 
 def tiered(stage3):
@@ -36,6 +36,11 @@ def tiered(stage3):
 def update_of(stage3):
     """The Update of an optimizer, or None."""
     return tiered(stage3) or getattr(stage3, "_spillway_interleave", None)
+
+
+def _inside(stage3):
+    """While it is open, masters and states are used by an interleaved update, and not by code outside. SuperOffload says this itself."""
+    return _watched.inside(stage3) if getattr(stage3, "_spillway_interleave", None) else contextlib.nullcontext()
 
 
 def _setting_up(stage3):
@@ -111,8 +116,13 @@ def _stepping(stage3):
             "_release_sub_group",
             "reset_swap_buffers",
             "_overflow_clean_up",
+            "step",
         )
     }
+
+    def step(self, *arguments, **named):
+        with _inside(self):
+            return own["step"](self, *arguments, **named)
 
     def without(updates, name):
         def method(self, *arguments, **named):
@@ -146,6 +156,7 @@ def _stepping(stage3):
             update.skip()
 
     return {
+        "step": step,
         "_prepare_sub_group": without(tiered, "_prepare_sub_group"),
         "unscale_and_clip_grads": unscale_and_clip_grads,
         "_optimizer_step": without(update_of, "_optimizer_step"),
@@ -169,7 +180,8 @@ def _gradients(stage3):
             update.accumulating(params_to_release)
         if swapper is not None and completes:
             swapper.changing(params_to_release)
-        buffers = own["partition_grads"](self, params_to_release, grad_partitions)
+        with _inside(self):
+            buffers = own["partition_grads"](self, params_to_release, grad_partitions)
         if swapper is not None and completes:
             swapper.completed(params_to_release)
         return buffers
@@ -181,17 +193,19 @@ def _gradients(stage3):
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
 
     def get_state_partition(self, *arguments, **named):
-        if update_of(self):
-            update_of(self).reading()
-        return own["_get_fp32_grad_state_partition"](self, *arguments, **named)
+        with _inside(self):
+            if update_of(self):
+                update_of(self).reading()
+            return own["_get_fp32_grad_state_partition"](self, *arguments, **named)
 
     def get_fp32_grad_partitions(self):
         swapper = tiered(self)
         if swapper is not None:
             return swapper.gradients.lend_all()
-        if update_of(self):
-            update_of(self).reading()
-        return own["get_fp32_grad_partitions"](self)
+        with _inside(self):
+            if update_of(self):
+                update_of(self).reading()
+            return own["get_fp32_grad_partitions"](self)
 
     def setter(name):
         def method(self, value, *arguments, **named):

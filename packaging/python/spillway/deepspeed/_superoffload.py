@@ -30,10 +30,9 @@ import weakref
 
 from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError
-from . import _rounds, _stage3
+from . import _rounds, _stage3, _watched
 from ._superoffload_tail import DeviceTail
-
-_MASTERS = "fp32_partitioned_groups_flat"
+from ._watched import MASTERS
 
 
 class _Due:
@@ -71,9 +70,7 @@ class _Window:
                 raise InvalidArgumentError(f"spillway.superoffload: {name} is {json.dumps(value)}, and {self._reason}")
         if self._reason is None:
             _stage3.warn_of_one_bucket(stage3, "SuperOffload")
-        _watch(stage3)
         self._stage3 = weakref.ref(stage3)
-        # Held while masters, states or gradients are used: another thread that reads them waits.
         self.lock = threading.RLock()
         # The step that is not complete, and if its persistent parameters are not gathered.
         self._due, self._ungathered = None, False
@@ -96,7 +93,7 @@ class _Window:
         self._rounds.waits, self._versions = self._reason is not None, {}
         self._rounds.arrivals.clear()
 
-    def interrupt(self):
+    def seen(self):
         """Completes the last step, and aborts the round, because other code may read or change the state; all sub-groups then step in
         step()."""
         with self.lock:
@@ -107,7 +104,7 @@ class _Window:
         """Called before gradients of these parameters change."""
         rounds = self._rounds
         if any(rounds.arrivals.sub_group(param) in rounds.submitted for param in params):
-            self.interrupt()
+            self.seen()
         rounds.arrivals.change(params)
 
     def arrived(self, stage3, params):
@@ -147,11 +144,11 @@ class _Window:
     def decide(self, stage3, factor):
         """Steps the remaining sub-groups. The norm is known, and the gradients are multiplied by `factor`."""
         for sub_group in self._rounds.missing():
-            self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
+            self._submit(stage3, sub_group, getattr(stage3, MASTERS)[sub_group].grad)
         for sub_group in self.tail.members:
             self.tail.place(stage3, sub_group)
             self._versions[sub_group] = _versions_of(stage3, sub_group)
-        gradients = [getattr(stage3, _MASTERS)[sub_group].grad for sub_group in self._sub_groups]
+        gradients = [getattr(stage3, MASTERS)[sub_group].grad for sub_group in self._sub_groups]
         counts = {sub_group: int(_state(stage3, sub_group)["step"]) + 1 for sub_group in self._sub_groups}
         self._due = _Due(factor, self._versions, counts, gradients, self.tail.members)
         if self._later:
@@ -196,7 +193,7 @@ class _Window:
                 for sub_group, outcome in due.tail.items():
                     if outcome != [0]:
                         number, call = self._rounds.step_of(sub_group, due.factor)
-                        self.tail.step(outcome, number, call, getattr(stage3, _MASTERS)[sub_group], _state(stage3, sub_group))
+                        self.tail.step(outcome, number, call, getattr(stage3, MASTERS)[sub_group], _state(stage3, sub_group))
                 for sub_group, count in due.counts.items():
                     _set_count(_state(stage3, sub_group), count)
                 for sub_group in due.tail:
@@ -216,7 +213,7 @@ class _Window:
         """Steps a sub-group of the tail in a step without speculation, whose gradients are multiplied already."""
         self.tail.place(stage3, sub_group)
         call, state = _call_of(stage3, sub_group), _state(stage3, sub_group)
-        self.tail.step([], stage3.optimizer.opt_id, call, getattr(stage3, _MASTERS)[sub_group], state)
+        self.tail.step([], stage3.optimizer.opt_id, call, getattr(stage3, MASTERS)[sub_group], state)
         _set_count(state, call.step)
 
     def start_clock(self, overlaps):
@@ -277,7 +274,7 @@ class _Window:
 
     def _submit(self, stage3, sub_group, grad, events=()):
         self.tail.place(stage3, sub_group)
-        state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
+        state, master = _state(stage3, sub_group), getattr(stage3, MASTERS)[sub_group]
         self._rounds.start(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights.of(sub_group), events)
         self._versions[sub_group] = _versions_of(stage3, sub_group)
 
@@ -364,7 +361,7 @@ def overrides(stage3):
         "_post_step": post_step,
         "clear_backward_seen_flag": clear_backward_seen_flag,
         **{name: completed(getattr(stage3, name)) for name in _COMPLETED if hasattr(stage3, name)},
-        _MASTERS: _masters(),
+        MASTERS: _watched.masters(),
     }
 
 
@@ -401,60 +398,18 @@ def _watch_gathers(stage3):
             setattr(param, name, completed(getattr(param, name)))
 
 
-def _masters():
-    """DeepSpeed's list of master weights, as a property that aborts the round before code outside these methods sees
-    it."""
-
-    def get(self):
-        window = _window_of(self)
-        if window is not None and self.__dict__.get("_spillway_inside") != threading.get_ident():
-            window.interrupt()
-        try:
-            return self.__dict__[_MASTERS]
-        except KeyError:
-            raise AttributeError(_MASTERS) from None
-
-    def put(self, value):
-        self.__dict__[_MASTERS] = value
-
-    return property(get, put)
-
-
-def _watch(stage3):
-    """Makes `state` of DeepSpeed's optimizer a property that aborts the round before code outside these methods sees it."""
-    optimizer, owner = stage3.optimizer, weakref.ref(stage3)
-    kind = type(optimizer)
-
-    def get(self):
-        watched = owner()
-        window = None if watched is None else _window_of(watched)
-        if window is not None and watched.__dict__.get("_spillway_inside") != threading.get_ident():
-            window.interrupt()
-        return self.__dict__["state"]
-
-    def put(self, value):
-        self.__dict__["state"] = value
-
-    optimizer.__class__ = type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "state": property(get, put)}
-    )
-
-
 def _window(stage3):
     if "_spillway_window" not in stage3.__dict__:
-        stage3._spillway_window = _Window(stage3)
+        window = _Window(stage3)
+        _watched.watch(stage3, window)
+        stage3._spillway_window = window
     return stage3._spillway_window
 
 
-@contextlib.contextmanager
 def _inside(stage3):
     """While it is open, this thread alone uses masters and states, without an end of the round."""
-    with _window(stage3).lock:
-        before, stage3._spillway_inside = stage3.__dict__.get("_spillway_inside"), threading.get_ident()
-        try:
-            yield
-        finally:
-            stage3._spillway_inside = before
+    _window(stage3)
+    return _watched.inside(stage3)
 
 
 def _unfit(stage3):
@@ -468,7 +423,7 @@ def _unfit(stage3):
 
 def _state(stage3, sub_group):
     """Moments and step of a sub-group in the state dict of DeepSpeed's optimizer."""
-    return _stage3.state_of(stage3, getattr(stage3, _MASTERS)[sub_group])
+    return _stage3.state_of(stage3, getattr(stage3, MASTERS)[sub_group])
 
 
 def _call_of(stage3, sub_group):
@@ -477,7 +432,7 @@ def _call_of(stage3, sub_group):
 
 def _versions_of(stage3, sub_group):
     """The facts of a sub-group's tensors, which change if the tensors are written or replaced."""
-    state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
+    state, master = _state(stage3, sub_group), getattr(stage3, MASTERS)[sub_group]
     return [facts(tensor) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
 
 

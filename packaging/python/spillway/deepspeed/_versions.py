@@ -61,6 +61,7 @@ _METHODS = {
     "parameters": {"_configure_aio": "ds_config", "get_path": "param must_exist", "synchronize_reads": "", "synchronize_writes": ""},
     "interleave": {
         "initialize_optimizer_states": "",
+        "step": "closure",
         "_overflow_clean_up": "prev_scale",
         "unscale_and_clip_grads": "sub_group_id total_norm",
         "_get_fp32_grad_state_partition": "param release_swap_buffers",

@@ -60,7 +60,8 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict
     done = ours["active"]["superoffload"]
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
     assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
-    assert done["buckets_speculated"] >= ours["steps"]
+    # After two clipped rounds sub-groups are measured only.
+    assert done["buckets_speculated"] >= (1 if clip == "0.05" else ours["steps"])
     # The first sub-groups have the first layers, which backward completes last. A step chooses the tail of the next one.
     members, sub_groups = ours["tail"]
     assert members == [*range(min(tail, sub_groups - 1))]

@@ -94,8 +94,8 @@ typedef struct spw_spec_stats {
     uint64_t buckets_redone;
     // Speculative steps that were rolled back and not repeated.
     uint64_t buckets_rolled_back;
-    // Buckets not stepped before the verdict: the verdict was already certain, the bucket is in device memory, or the
-    // engine has SPW_UNDO_MODE_NONE.
+    // Buckets not stepped before the verdict: the verdict was already certain, the early steps of the last two rounds
+    // were in vain, the bucket is in device memory, or the engine has SPW_UNDO_MODE_NONE.
     uint64_t buckets_spared;
     // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
     // callers.
@@ -117,7 +117,9 @@ typedef struct spw_spec spw_spec;
 // log for an exact rollback, about 1.2 bytes per parameter and at most 13. The result is bit-identical to one step
 // after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 // later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
-// measured nor stepped. With SPW_UNDO_MODE_NONE all buckets are only measured before the verdict.
+// measured nor stepped. With SPW_UNDO_MODE_NONE all buckets are only measured before the verdict. So are they after
+// two rounds in a row whose early steps were repeated or taken back, until a verdict would have kept such steps; not
+// with SPW_SPEC_PUBLISH_SPECULATIVE, whose readers use them.
 spw_status spw_spec_open(const spw_spec_options *options,
                          spw_spec **spec_out);
 

@@ -189,6 +189,19 @@ def test_forwards_of_several_threads_complete_one_step():
         optimizer.close()
 
 
+def test_a_model_that_is_dropped_while_a_step_waits_leaves_no_memory():
+    def of_model():
+        model = torch.nn.Linear(50, 50)
+        optimizer = spillway.torch.offload(model, lr=0.1, max_norm=1.0, verdict="forward")
+        model(torch.ones(2, 50)).sum().backward()
+        optimizer.step()
+        return [*map(weakref.ref, (model, optimizer, model.weight))]
+
+    kept = of_model()
+    gc.collect()
+    assert not any(one() for one in kept)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["written", "measured", "resolve", "_give", "finish", "complete", "begin"])
 def test_a_signal_in_the_completion_of_a_step_leaves_the_rest_to_the_next_forward(name, when, monkeypatch):

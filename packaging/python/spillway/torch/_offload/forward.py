@@ -174,18 +174,19 @@ class NextForward:
     def __init__(self, model: torch.nn.Module, complete: Callable[[], Any]):
         self._model, self._method = model, weakref.WeakMethod(complete)
         self._hook = Hook()
+        self._lasting: list[Any] = []
+        self._passing: list[Any] = []
+        #: Those of the parts: compiled code knows these objects.
+        self._forwards: dict[torch.nn.Module, Completing] = {}
         forward = Completing(model, self._hook)
         # The hook runs before those of wrappers such as FSDP2, which gather the weights. A load by a wrapper of the model calls no method
         # of it.
-        self._lasting: list[Any] = [
+        self._lasting += (
             forward,
             model.register_forward_pre_hook(self._hook, prepend=True),
             model.register_load_state_dict_pre_hook(self._hook),
-        ]
+        )
         forward.put()
-        #: Those of the parts: compiled code knows these objects.
-        self._forwards: dict[torch.nn.Module, Completing] = {}
-        self._passing: list[Any] = []
 
     def expect(self) -> None:
         """A step is to be completed before a forward. A program may drop its optimizer meanwhile."""
@@ -219,3 +220,7 @@ class NextForward:
         self.completed()
         while self._lasting:
             self._lasting.pop().remove()
+
+    # Not a finalizer of weakref: while a step waits, a hook has the optimizer, and a finalizer would have the hook for ever.
+    def __del__(self) -> None:
+        self.remove()

@@ -121,7 +121,6 @@ class Offloaded(OffloadSteps):
             from .forward import NextForward
 
             self._next = NextForward(model, self.settle)
-            weakref.finalize(self, self._next.remove)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ASKED:

@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...swap import UNROUNDED
 from .. import _norm
 from .._states import Precision
-from .._tensors import DTensor, is_partial, is_trained, lasting, local
+from .._tensors import DTensor, has_dtensors, is_partial, is_trained, lasting, local
 from .counts import next_steps
 from .memory import check_fits, needed
 from .plan import Plan
@@ -124,7 +124,9 @@ class Parameters(torch.optim.Optimizer):
         if self.process_group is not None:
             return self.process_group
         # Not those of the slots: a program may have replaced parameters by DTensors since the last step, as accelerate does.
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        params = [*itertools.chain.from_iterable(group["params"] for group in self.param_groups)]
+        if not has_dtensors(params):
+            return None
         return _norm.group_of((param for param in params if isinstance(param, DTensor) and is_trained(param)), "offload")
 
     def _parts(self) -> _norm.CountedParts | None:

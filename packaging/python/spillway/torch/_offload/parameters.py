@@ -88,10 +88,10 @@ class Parameters(torch.optim.Optimizer):
 
     def _all_options(self, plan: Plan, numbers: Sequence[int], scale: float) -> list[Any]:
         """The C options of each lane, for steps of the plan's parameters with these numbers."""
-        found, number_of = [], dict(zip(plan.slots, numbers))
-        for lane in plan.lanes:
+        found = []
+        for lane, first in zip(plan.lanes, plan.first):
             options = _abi.sized(self._rule.options_type)
-            self._rule.put_options(options, self.param_groups[lane.group], lane.group, number_of[lane.buckets[0].slots[0]] - 1, scale)
+            self._rule.put_options(options, self.param_groups[lane.group], lane.group, numbers[first] - 1, scale)
             found.append(options)
         return found
 

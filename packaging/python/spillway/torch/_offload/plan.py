@@ -156,6 +156,7 @@ class Plan(MemoryStep[Bucket]):
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
+        first: The place of a parameter of each lane.
         log_bytes: Bytes for the logs of steps before the verdict.
         limit: The norm above which the round clips; 0: there is none.
         prepared: What the plan was made for; None: nothing of it is known to hold."""
@@ -179,6 +180,7 @@ class Plan(MemoryStep[Bucket]):
         for slot, number in zip(self.slots, numbers):
             members.setdefault((slot.group, counts(slot), number), []).append(slot)
         self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
+        self.first = [self.slots.index(those[0]) for those in members.values()]
         hosts = {lane: lane.open(kept) for lane, kept in zip(self.lanes, tail_of(self.lanes, tail))}
         self.engines: list[Engine] = []
         early = _with_logs([bucket for own in hosts.values() for bucket in own], log_bytes)

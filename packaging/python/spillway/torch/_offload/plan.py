@@ -348,9 +348,9 @@ class Plan(MemoryStep[Bucket]):
         places = changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)
 
-    def complete(self) -> None:
+    def complete(self, at_once: bool) -> None:
         """Does what the verdict says: gives the parameters their weights, bucket by bucket as they become final, unless it skips the step,
-        and counts the step. May be repeated after an exception."""
+        and counts the step. May be repeated after an exception. `at_once`: the program has not run since step() began."""
         assert self.verdict is not None
         self._places = {}
         try:
@@ -366,7 +366,7 @@ class Plan(MemoryStep[Bucket]):
             return
         for lane in self.lanes:
             for bucket in lane.buckets:
-                bucket.count(lane.number)
+                bucket.count(lane.number, at_once)
 
     def resolve(self) -> None:
         """As of the base."""

@@ -154,7 +154,7 @@ class OffloadSteps(Parameters):
                 self._await(self._next, decide)
             else:
                 decide()
-                self._complete()
+                self._complete(at_once=True)
         except BaseException:
             # With its verdict the step happens, because a forward may follow; without one it does not.
             if self._verdict_due is None:
@@ -209,7 +209,7 @@ class OffloadSteps(Parameters):
             self._use_states(live)
             is_prepared = False
         if not is_prepared:
-            plan.prepared = Prepared(self.param_groups, live, self._states)
+            plan.prepared = Prepared(self.param_groups, live, plan.buckets, self._states)
         for bucket in plan.buckets:
             # `stands` has compared the gradients of submitted buckets.
             if not bucket.submitted and not bucket.is_current():
@@ -270,8 +270,9 @@ class OffloadSteps(Parameters):
         else:
             self._report(verdict)
 
-    def _complete(self) -> None:
-        """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
+    def _complete(self, at_once: bool = False) -> None:
+        """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for. `at_once`: the
+        program has not run since step() began."""
         if self._verdict_due is not None:
             self._tail.resume()
             self._hear(self._verdict_due)
@@ -280,7 +281,7 @@ class OffloadSteps(Parameters):
             return self._ended(None)
         self._report(plan.verdict)
         try:
-            without_gradients(plan.complete)
+            without_gradients(partial(plan.complete, at_once))
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             plan.drop()

@@ -177,10 +177,11 @@ class OffloadSteps(Parameters):
         prepared = plan.prepared if plan is not None else None
         is_prepared = prepared is not None and prepared.holds(self.param_groups, self._states)
         live = plan.slots if plan is not None and is_prepared else self._live()
+        numbers = prepared.numbers() if prepared is not None and is_prepared else None
         if not live:
             return self._interrupt()
         if plan is not None and plan.is_open:
-            if plan.waits or scale != self._scale or not self._stands(plan, live, others):
+            if plan.waits or scale != self._scale or not self._stands(plan, live, others, numbers):
                 changed = plan.edited()
                 plan.abandon()
                 if changed is not None:
@@ -192,7 +193,7 @@ class OffloadSteps(Parameters):
         if not is_prepared:
             self._check_fits()
             self._use_states(live)
-        numbers = prepared.numbers() if prepared is not None and is_prepared else self._numbers(live)
+        numbers = self._numbers(live) if numbers is None else numbers
         if not is_prepared or self._logs[0] is not self.overlap:
             self._logs = self.overlap, self._log_bytes(live)
         log_bytes = self._logs[1]
@@ -246,11 +247,12 @@ class OffloadSteps(Parameters):
         nonfinite, total = self._plan.measured(tail)
         return _norm.Measured(total, nonfinite, "")
 
-    def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
-        """True if what was stepped is what a step would do now."""
-        if not all(slot.holds(self._states.get(slot.param)) for slot in live):
-            return False
-        numbers = self._numbers(live)
+    def _stands(self, plan: Plan, live: list[Slot], others: Any, numbers: Sequence[int] | None) -> bool:
+        """True if what was stepped is what a step would do now. `numbers`: those of the steps; None: the states may be others."""
+        if numbers is None:
+            if not all(slot.holds(self._states.get(slot.param)) for slot in live):
+                return False
+            numbers = self._numbers(live)
         # The options of a lane are those of the group that it was made for.
         if not plan.is_of(live, numbers, others, self.tail, self._log_bytes(live)):
             return False

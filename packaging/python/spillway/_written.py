@@ -192,6 +192,15 @@ class Comparison:
         return bool(self.places())
 
 
+def compared(lists: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> Comparison:
+    """One comparison of several lists of sums, each with that of before."""
+    now, before = list[Any](), list[Any]()
+    for own, other in lists:
+        now += own
+        before += other
+    return Comparison(now, before)
+
+
 def changed(pairs: Iterable[tuple[Any, Any]]) -> Comparison:
     """Compares tensors with their sums of before."""
     tensors, before = [*zip(*pairs)] or [(), ()]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _native
 from .._early.gpu_events import After, after, is_of_gpu, opened
-from .._written import changed, facts, sums
+from .._written import Sums, changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
 from ._staging import Fence, Staging
@@ -283,6 +284,14 @@ class Pieces(Placed):
         self._fitting: object = None
         #: Addresses of memory whose pieces do not overlap.
         self._apart: array[int] | None = None
+
+    @cached_property
+    def _sums(self) -> Sums:
+        return Sums(self)
+
+    def sums_of(self, sources: Sequence[torch.Tensor]) -> list[Any]:
+        """The sums of tensors that were copied to these: those of the copies, if they have the same bytes."""
+        return self._sums.take() if self._fits(sources) else sums(sources)
 
     def _fits(self, others: Sequence[torch.Tensor]) -> bool:
         """True if others are of the kinds of these."""

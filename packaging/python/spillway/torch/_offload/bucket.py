@@ -21,7 +21,7 @@ import torch
 
 from ... import _abi
 from ..._early.gpu_events import After
-from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums, with_memory, with_versions
+from ..._written import Comparison, Facts, Sums, compared, differing, facts, facts_of, sums, with_memory, with_versions
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
 from .._copies import Alike, HostLink, Pieces, Placed, wait
@@ -204,10 +204,16 @@ class Bucket:
                     for link, places in by_link:
                         link.out_all(*self._pairs(portion, places, "grad", grads))
                     self._fences[portion] = [link.fence() for link, _ in by_link]
-            self._grad_sums = sums(grads) if marked else None
+            self._grad_sums = self._sums_of(grads) if marked else None
         self._held = held
         self._versions = self._state_versions() if marked else None
         self._seen = facts_of(grads) if marked else None, now
+
+    def _sums_of(self, grads: Sequence[torch.Tensor]) -> list[Any]:
+        """The sums of gradients that were copied."""
+        if self.stays or len(self.portions) > 1 or self.portions[0].is_piece or any(link.is_apart for link in self.links()):
+            return sums(grads)
+        return self._memory_of_slots().rows[self.portions[0]].grads.sums_of(grads)
 
     def _copy_weights(self, owns: list[torch.Tensor], now: Facts, compared_later: bool) -> None:
         """Copies the weights that are not on the host. `compared_later`: step() compares the sums of all parameters, so that backward does
@@ -260,7 +266,7 @@ class Bucket:
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradients and weights."""
-        return self.may_be_current() and not changed(self.compared())
+        return self.may_be_current() and not compared(self.compared_sums())
 
     def may_be_current(self) -> bool:
         """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
@@ -268,14 +274,18 @@ class Bucket:
             return False
         return self._seen == (facts_of(self._grads()), self._facts(self._owns()))
 
-    def compared(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Gradients and parameters, and their sums when they were copied."""
-        yield from zip(self._grads(), self._grad_sums or ())
-        yield from self.weights_then()
+    def compared_sums(self) -> Iterable[tuple[list[Any], list[Any]]]:
+        """The sums of gradients and parameters, and those when they were copied."""
+        if self._grad_sums is not None:
+            yield sums(self._grads()), self._grad_sums
+        yield self.compared_weights()
 
-    def weights_then(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Each parameter, and its sum when its gradient was copied; of one that stays, when the step returned before its verdict."""
-        return zip(self._owns(), self._weight_sums)
+    def compared_weights(self) -> tuple[list[Any], list[Any]]:
+        """The sums of parameters, and those when their gradients were copied; of one that stays, when the step returned before its
+        verdict."""
+        owns = self._owns()
+        now = sums(owns) if self._in_memory is None else self._memory_of(owns, self._facts(owns))[0].take()
+        return now, self._weight_sums
 
     def edited(self) -> Slot | None:
         """A parameter to whose state the program wrote since the gradients were copied; None if there is none."""

@@ -22,7 +22,7 @@ from ... import _abi
 from ..._early.arrivals import Arrivals
 from ..._early.memory_step import MemoryStep
 from ..._timeline import span
-from ..._written import changed
+from ..._written import compared
 from ...errors import OwnSuppressed, TimedOutError
 from ...optim import Adam
 from ...speculate import Speculation
@@ -247,7 +247,7 @@ class Plan(MemoryStep[Bucket]):
         same = [*map(bytes, options)] == self._options and limit == self.limit
         if not same or not all(bucket.may_be_current() for bucket in submitted):
             return False
-        return not changed(chain.from_iterable(bucket.compared() for bucket in submitted))
+        return not compared(chain.from_iterable(bucket.compared_sums() for bucket in submitted))
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""
@@ -345,7 +345,7 @@ class Plan(MemoryStep[Bucket]):
             if written := bucket.written():
                 return bucket.slots[written[0]]
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        places = changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
+        places = compared(bucket.compared_weights() for bucket in self.buckets).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)
 
     def complete(self, at_once: bool) -> None:

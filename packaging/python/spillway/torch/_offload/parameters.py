@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from ...swap import UNROUNDED
 from .. import _norm
 from .._states import Precision
 from .._tensors import DTensor, has_dtensors, is_partial, is_trained, lasting, local
-from .counts import next_steps
+from .counts import Counts, next_steps
 from .memory import check_fits, needed
 from .plan import Plan
 from .slot import FLOATS, Slot
 from .tail import serves_narrow
+
+_param = attrgetter("param")
 
 
 class Parameters(torch.optim.Optimizer):
@@ -69,11 +72,11 @@ class Parameters(torch.optim.Optimizer):
                 remove({param: self._hooks.pop(param, None)})
         return found
 
-    def _numbers(self, slots: Sequence[Slot]) -> list[int]:
-        """Number of the next step of each parameter."""
-        states = [self._states.get(slot.param) for slot in slots]
+    def _numbers(self, slots: Sequence[Slot], counts: Counts | None = None) -> list[int]:
+        """Number of the next step of each parameter. `counts`: memory for as many counts."""
+        states = [*map(self._states.get, map(_param, slots))]
         if all(states):
-            return next_steps([state["step"] for state in states if state])
+            return (next_steps if counts is None else counts.following)([state["step"] for state in states if state])
         return [int(state["step"]) + 1 if state else 1 for state in states]
 
     @lasting

@@ -86,7 +86,10 @@ class Prepared:
         groups: The optimizer's `param_groups`.
         live: The parameters that have gradients.
         buckets: Their buckets, which remember what was checked.
-        states: The state of each parameter."""
+        states: The state of each parameter.
+
+    Attributes:
+        counts: Memory for the step counts of the parameters that have gradients."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], live: Sequence[Slot], buckets: Sequence[Any], states: Any):
         self._lists, self._flags = [[*group["params"]] for group in groups], [*map(_flags, groups)]
@@ -97,7 +100,7 @@ class Prepared:
         self._asked = [param for param in self._params if param not in known or not param.requires_grad]
         self._is_trained = [*map(_trained, self._asked)]
         self._all, steps = [*states.values()], [states[slot.param]["step"] for slot in live]
-        self._counts = Counts(len(steps))
+        self.counts = Counts(len(steps))
         remembered = [bucket.remember(states) for bucket in buckets]
         self._is_simple = all(remembered)
         self._steps = Placed(steps) if self._is_simple else steps
@@ -122,7 +125,7 @@ class Prepared:
 
     def numbers(self) -> list[int]:
         """Numbers of the next steps of the parameters that have gradients, if `holds`."""
-        return self._counts.following(self._steps)
+        return self.counts.following(self._steps)
 
 
 def _flags(group: dict[str, Any]) -> tuple[bool, ...]:

@@ -63,9 +63,10 @@ class OffloadSteps(Parameters):
         """Called when backward has completed a parameter's gradient."""
         slot, plan = self._slots[param], self._plan
         slot.arrived = next(self._arrivals)
-        self._check_forward(slot)
+        if self._verdict_due is not None or (plan is not None and plan.verdict is not None):
+            raise self._late(slot)
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
-        if plan is None or plan.tail != self.tail or self._accumulates or plan.waits:
+        if plan is None or plan.tail != self._tail.buckets or self._accumulates or plan.waits:
             return
         if not self._overlaps(slot) or averages_later(slot.param):
             return
@@ -78,16 +79,14 @@ class OffloadSteps(Parameters):
             if not is_own(error):
                 raise
 
-    def _check_forward(self, slot: Slot) -> None:
-        """Raises an error if the forward of this backward did not have the weights of the last step. To give them to it now is too late."""
+    def _late(self, slot: Slot) -> OutOfOrderError:
+        """The forward of this backward did not have the weights of the last step. To give them to it now is too late."""
         if self._verdict_due is not None:
             why = "no forward or other use of the model has completed the last step"
             cure = "Call it before code that runs no forward of a module, such as a traced or exported model or a captured graph"
-        elif self._plan is not None and self._plan.verdict is not None:
-            why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
         else:
-            return
-        raise OutOfOrderError(
+            why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
+        return OutOfOrderError(
             f"offload: {slot.name} gets a gradient of a forward with old weights: {why}. {cure}: optimizer.settle(). Then repeat forward "
             "and backward"
         )
@@ -112,7 +111,7 @@ class OffloadSteps(Parameters):
             # The lanes are those of the groups of the last step.
             if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
                 return self._interrupt()
-            numbers = self._numbers(plan.slots)
+            numbers = self._numbers(plan.slots, plan.prepared.counts)
             if not plan.keeps_lanes(numbers):
                 return self._interrupt()
             plan.open(numbers, self._all_options(plan, numbers, self._scale), self._limit)

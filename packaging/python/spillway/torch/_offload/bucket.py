@@ -27,7 +27,7 @@ from ...optim import tensor_table
 from .._copies import Alike, HostLink, Pieces, Placed, wait
 from .._states import MASTER, with_values
 from .._table import narrow_table
-from .._tensors import DTensor, local, locals_of, properties_of
+from .._tensors import DTensor, local, locals_of
 from .counts import Counts
 from .portions import Portion, Tree, divide, leaves, sum_of
 from .prepared import Checked
@@ -138,8 +138,6 @@ class Bucket:
         self._versions: list[int] | None = None
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: What compares the kinds of parameters, and the facts of parameters of these kinds.
-        self._kinds: tuple[Callable[..., bool], Facts] | None = None
         #: What was last checked one by one, and the gradients if it was found to hold since the last step.
         self._checked: Checked | None = None
         self._found: Alike | None = None
@@ -190,7 +188,9 @@ class Bucket:
         changed since."""
         self.restore()
         owns = self._owns()
-        now, held = self._facts(owns), self._found or [*map(_grad, self._params)]
+        checked = None if self._found is None else self._checked
+        now = facts_of(owns) if checked is None else with_memory(checked.facts, owns)
+        held = self._found or [*map(_grad, self._params)]
         grads = locals_of(held)
         with torch.no_grad():
             if self.stays:
@@ -272,7 +272,7 @@ class Bucket:
         """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
         if self.stays or self._seen is None or self._seen[0] is None or NoneType in map(type, map(_grad, self._params)):
             return False
-        return self._seen == (facts_of(self._grads()), self._facts(self._owns()))
+        return self._seen == (facts_of(self._grads()), facts_of(self._owns()))
 
     def compared_sums(self) -> Iterable[tuple[list[Any], list[Any]]]:
         """The sums of gradients and parameters, and those when they were copied."""
@@ -284,7 +284,7 @@ class Bucket:
         """The sums of parameters, and those when their gradients were copied; of one that stays, when the step returned before its
         verdict."""
         owns = self._owns()
-        now = sums(owns) if self._in_memory is None else self._memory_of(owns, self._facts(owns))[0].take()
+        now = sums(owns) if self._in_memory is None else self._memory_of(owns, facts_of(owns))[0].take()
         return now, self._weight_sums
 
     def edited(self) -> Slot | None:
@@ -297,7 +297,7 @@ class Bucket:
 
     def written(self) -> list[int]:
         """The places of parameters to which the program wrote since the gradients were copied, in a way that torch sees."""
-        return [] if self._seen is None else differing(self._facts(self._owns()), self._seen[1])
+        return [] if self._seen is None else differing(facts_of(self._owns()), self._seen[1])
 
     # The step.
 
@@ -365,7 +365,7 @@ class Bucket:
         if self._seen is None:
             return
         owns = self._owns()
-        self._seen = self._seen[0], self._facts(owns)
+        self._seen = self._seen[0], facts_of(owns)
         if self.stays:
             self._weight_sums = sums(owns)
             for slot, own in zip(self.slots, owns):
@@ -387,7 +387,9 @@ class Bucket:
             with waiting():
                 self.lane.tail.step(self.place)
         owns = self._owns()
-        now = self._published = self._facts(owns)
+        # A change of kinds alone leaves memory and values as they are.
+        seen = self._seen if self._is_plain and not self.stays else None
+        now = self._published = facts_of(owns) if seen is None else with_memory(seen[1], owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
         places = [*_without(written, range(len(owns)))]
         if self.stays:
@@ -494,14 +496,6 @@ class Bucket:
     def links(self) -> list[HostLink]:
         """The links of the parameters."""
         return self._present()[1]
-
-    def _facts(self, owns: list[torch.Tensor]) -> Facts:
-        """The facts of the parameters. Kinds that did not change are the same lists."""
-        if self._is_plain and self._kinds is not None and self._kinds[0](*owns):
-            return with_memory(self._kinds[1], owns)
-        found = facts_of(owns)
-        self._kinds = properties_of(owns), found
-        return found
 
     def _memory_of(self, owns: list[torch.Tensor], now: Facts) -> tuple[Sums, Sequence[torch.Tensor]]:
         """What takes the sums of the parameters, and writes to them without a version."""

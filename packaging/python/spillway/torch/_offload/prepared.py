@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..._groups import TORCHS
+from ..._written import Facts, facts_of
 from .._copies import Alike, Placed
 from .._tensors import DTensor, properties_of
 from .counts import Counts
@@ -35,15 +36,16 @@ class _Block:
         if self.is_simple:
             self._same, self._addresses = properties_of(tensors), [*map(_data_ptr, self._values)]
 
-    def gradients(self) -> list[torch.Tensor] | None:
-        """As Checked.gradients."""
+    def holds(self, found: list[torch.Tensor]) -> bool:
+        """True if another check would find what it found before, given the same states. Adds the gradients to a list."""
         values = [*chain.from_iterable(map(_values, self._states))]
-        if not self.is_simple or len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            return None
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            return False
         grads = [*map(_grad, self._params)]
-        if self._same(*self._params, *grads, *values) and [*map(_data_ptr, values)] == self._addresses:
-            return grads
-        return None
+        if not self._same(*self._params, *grads, *values) or [*map(_data_ptr, values)] != self._addresses:
+            return False
+        found += grads
+        return True
 
 
 class Checked:
@@ -56,7 +58,8 @@ class Checked:
 
     Attributes:
         is_simple: False if each step must check them again.
-        steps: The step counts, while nothing has changed."""
+        steps: The step counts, while nothing has changed.
+        facts: The facts of the parameters then."""
 
     def __init__(self, params: Sequence[torch.Tensor], states: Any, uses: Sequence[int]):
         self._params, self._uses, self._states = params, uses, [states[param] for param in params]
@@ -64,6 +67,7 @@ class Checked:
         self._blocks = [_Block(params[at : at + _AT_ONCE], self._states[at : at + _AT_ONCE]) for at in places]
         self.is_simple = all(block.is_simple for block in self._blocks)
         self.steps = Placed(state["step"] for state in self._states) if self.is_simple else Placed([])
+        self.facts: Facts = facts_of(params) if self.is_simple else ()
 
     def has(self, states: Any) -> bool:
         """True if these parameters have the same states among those of all parameters."""
@@ -71,12 +75,10 @@ class Checked:
 
     def gradients(self, uses: Sequence[int]) -> Alike | None:
         """The gradients, if another check would find what it found before, given the same states; None: it may not."""
-        grads: list[torch.Tensor] = []
-        for block in self._blocks if uses == self._uses else ():
-            if (found := block.gradients()) is None:
-                break
-            grads += found
-        return Alike(grads, self) if len(grads) == len(self._params) else None
+        if not self.is_simple or uses != self._uses:
+            return None
+        found = Alike([], self)
+        return found if all(block.holds(found) for block in self._blocks) else None
 
 
 class Prepared:

@@ -28,10 +28,10 @@ class Arrivals(set[_Gradient], Generic[_Bucket, _Gradient]):
         self._buckets: defaultdict[_Gradient, list[tuple[_Bucket, set[_Gradient]]]] = defaultdict(list)
         for bucket, gradients in needed.items():
             own = frozenset(gradients)
-            lacking = {*own}
-            self._needed.append((own, lacking))
+            found = bucket, {*own}
+            self._needed.append((own, found[1]))
             for gradient in own:
-                self._buckets[gradient].append((bucket, lacking))
+                self._buckets[gradient].append(found)
 
     def note(self, gradients: Iterable[_Gradient]) -> list[_Bucket]:
         """Adds gradients. Returns the buckets that need one of them, and lack none now."""

@@ -376,19 +376,19 @@ class Bucket:
         owns = self._owns()
         return self.second.make([own.detach() for own in owns], self._by_link(range(len(owns))))
 
-    def publish(self, stands: bool, waiting: Callable[[], AbstractContextManager[None]]) -> list[int]:
+    def publish(self, stands: bool, at_once: bool, waiting: Callable[[], AbstractContextManager[None]]) -> list[int]:
         """Gives the parameters their new weights as they become final, except those to which the program has written since the verdict,
         after a signal that interrupted the step; returns the places of the others. Versions are those of before until `published`.
 
         Args:
             stands: The verdict has kept what was stepped before it.
+            at_once: The program has not run since `holds`.
             waiting: A block that waits for weights."""
         if self.stays:
             with waiting():
                 self.lane.tail.step(self.place)
         owns = self._owns()
-        # A change of kinds alone leaves memory and values as they are.
-        seen = self._seen if self._is_plain and not self.stays else None
+        seen = self._seen if at_once and self._is_plain else None
         now = self._published = facts_of(owns) if seen is None else with_memory(seen[1], owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
         places = [*_without(written, range(len(owns)))]

@@ -13,7 +13,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import add, attrgetter, sub
 from typing import Any
@@ -354,7 +354,7 @@ class Plan(MemoryStep[Bucket]):
         assert self.verdict is not None
         self._places = {}
         try:
-            self.carry_out(self._give)
+            self.carry_out(partial(self._give, at_once))
         except BaseException:
             # A second copy may have failed, and would fail again. The weights then come from the host.
             for bucket in self.buckets:
@@ -388,10 +388,10 @@ class Plan(MemoryStep[Bucket]):
         assert self.verdict is not None
         return () if self.verdict.skips else (*filter(_stays, self.buckets), *super().final())
 
-    def _give(self, bucket: Bucket) -> None:
+    def _give(self, at_once: bool, bucket: Bucket) -> None:
         """Gives parameters the weights of a bucket, for which it waits."""
         with span("offload.publish", bucket.number):
-            self._places[bucket] = bucket.publish(self._stands, self._waiting)
+            self._places[bucket] = bucket.publish(self._stands, at_once, self._waiting)
         if not bucket.stays:
             self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
 

@@ -270,6 +270,8 @@ class Placed(Alike):
     def __init__(self, tensors: Iterable[torch.Tensor]):
         super().__init__(tensors, object())
         self.addresses = array("Q", map(torch.Tensor.data_ptr, self))
+        # They keep the memory, also if a thread of the program gives a tensor another one by `data = ...`.
+        self._storages = [*map(torch.Tensor.untyped_storage, self)]
 
 
 class Pieces(Placed):

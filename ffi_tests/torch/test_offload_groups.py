@@ -8,6 +8,7 @@ from interrupts import Interrupt
 from offload_runs import backward
 
 import spillway.torch
+from spillway.torch._offload.prepared import _AT_ONCE
 
 BF16 = torch.bfloat16
 WAYS = {
@@ -173,3 +174,48 @@ def test_a_parameter_that_becomes_its_own_transpose_is_seen(way):
     seen = trained(lambda params: spillway.torch.offload(params, torch.optim.AdamW, lr=1e-2, weight_decay=0.0, **WAYS[way]))
     wanted = trained(lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0))
     torch.testing.assert_close(seen, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_gets_other_memory_is_stepped_there(way, name):
+    """Neither object nor version of the tensor changes. It is one of the last block of parameters that are checked at once."""
+
+    def trained(make):
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, 3)) for _ in range(_AT_ONCE + 5)]
+        optimizer = make(params)
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(params)
+            state = optimizer.state.get(params[-1], {})
+            for tensor in (state[key] for key in state if key == name):
+                tensor.data = tensor.data + 1
+            optimizer.step()
+        return params, [int(optimizer.state[param]["step"]) for param in params]
+
+    seen, counts = trained(lambda params: spillway.torch.offload(params, torch.optim.AdamW, lr=1e-2, **WAYS[way]))
+    wanted, same = trained(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    assert counts == same
+    for one, other in zip(seen, wanted):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_of_another_kind_is_seen_among_many(way):
+    """The step before has found all gradients to be of one kind."""
+
+    def trained(make):
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, 4).view(2, 2)) for _ in range(_AT_ONCE + 5)]
+        optimizer = make(params)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(params)
+            if step == 2:
+                params[-1].grad = torch.arange(4.0).view(2, 2).t()
+            optimizer.step()
+        return params
+
+    seen = trained(lambda params: spillway.torch.offload(params, torch.optim.AdamW, lr=1e-2, **WAYS[way]))
+    wanted = trained(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    for one, other in zip(seen, wanted):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)

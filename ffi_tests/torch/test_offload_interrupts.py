@@ -175,7 +175,7 @@ def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
         if params is closed:
             with pytest.MonkeyPatch.context() as patch:
 
-                def interrupt(_):
+                def interrupt(*_):
                     raise KeyboardInterrupt
 
                 patch.setattr(offload_plan.Plan, "complete", interrupt)

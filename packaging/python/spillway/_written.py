@@ -58,6 +58,13 @@ def with_versions(known: Facts, tensors: Sequence[Any]) -> Facts:
     return known[0], _versions(tensors), *known[2:]
 
 
+def with_memory(known: Facts, tensors: Sequence[Any]) -> Facts:
+    """These facts with the present versions and addresses of the same tensors, whose kinds did not change."""
+    import torch
+
+    return known[0], _versions(tensors), [*map(torch.Tensor.data_ptr, tensors)], *known[3:]
+
+
 def _versions(tensors: Sequence[Any]) -> list[int]:
     try:
         return [*map(_version, tensors)]
@@ -112,9 +119,9 @@ class Sums:
 
     def take(self) -> list[Any]:
         """The sums now."""
-        found = (ctypes.c_uint64 * len(self._own))()
-        _native.call("spw_checksums", self._data, self._bytes, len(found), found)
-        taken = list[Any](found)
+        found = array("Q", bytes(8 * len(self._own)))
+        _native.call("spw_checksums", self._data, self._bytes, len(found), (ctypes.c_uint64 * len(found)).from_buffer(found))
+        taken: list[Any] = found.tolist()
         if self._others:
             self._take_others(taken)
         return taken
@@ -183,6 +190,15 @@ class Comparison:
 
     def __bool__(self) -> bool:
         return bool(self.places())
+
+
+def compared(lists: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> Comparison:
+    """One comparison of several lists of sums, each with that of before."""
+    now, before = list[Any](), list[Any]()
+    for own, other in lists:
+        now += own
+        before += other
+    return Comparison(now, before)
 
 
 def changed(pairs: Iterable[tuple[Any, Any]]) -> Comparison:

@@ -109,7 +109,7 @@ class Arrivals(arrivals.Arrivals[int, int]):
 
     def change(self, params):
         """Forgets gradients that are about to change."""
-        self.difference_update(map(self._stage3.get_param_id, params))
+        self.forget(map(self._stage3.get_param_id, params))
 
 
 def with_data(stage3, params):

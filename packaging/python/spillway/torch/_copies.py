@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _native
 from .._early.gpu_events import After, after, is_of_gpu, opened
-from .._written import changed, facts, sums
+from .._written import Sums, changed, facts, sums
 from ._layout import views
 from ._slabs import CudaDriver, LockedPages, Pages, Slabs
 from ._staging import Fence, Staging
@@ -249,27 +250,70 @@ class DeviceLink(HostLink):
         return after(self._moment)
 
 
-class Pieces(list[torch.Tensor]):
+class Alike(list[torch.Tensor]):
+    """Tensors of known kinds.
+
+    Attributes:
+        kinds: Lists with the same object have tensors of the same kinds, place by place."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], kinds: object):
+        super().__init__(tensors)
+        self.kinds = kinds
+
+
+class Placed(Alike):
+    """Tensors that stay where they are while this list is used.
+
+    Attributes:
+        addresses: Where they are."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        super().__init__(tensors, object())
+        self.addresses = array("Q", map(torch.Tensor.data_ptr, self))
+        # They keep the memory, also if a thread of the program gives a tensor another one by `data = ...`.
+        self._storages = [*map(torch.Tensor.untyped_storage, self)]
+
+
+class Pieces(Placed):
     """Contiguous tensors of the optimizer's own in host memory, which stay where they are. Copies between them and tensors of their kinds
     are one call of the library, which touches none of the objects of these tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         super().__init__(tensors)
-        self._addresses, self._bytes = _addresses(self), array("Q", [tensor.nbytes for tensor in self])
-        self._fits = properties_of(self)
+        self._bytes = array("Q", [tensor.nbytes for tensor in self])
+        self._same = properties_of(self)
+        #: Kinds that are those of these.
+        self._fitting: object = None
         #: Addresses of memory whose pieces do not overlap.
         self._apart: array[int] | None = None
 
+    @cached_property
+    def _sums(self) -> Sums:
+        return Sums(self)
+
+    def sums_of(self, sources: Sequence[torch.Tensor]) -> list[Any]:
+        """The sums of tensors that were copied to these: those of the copies, if they have the same bytes."""
+        return self._sums.take() if self._fits(sources) else sums(sources)
+
+    def _fits(self, others: Sequence[torch.Tensor]) -> bool:
+        """True if others are of the kinds of these."""
+        kinds = others.kinds if isinstance(others, Alike) else None
+        if kinds is None or kinds is not self._fitting:
+            if not self._same(*others):
+                return False
+            self._fitting = kinds
+        return True
+
     def take(self, sources: Sequence[torch.Tensor]) -> bool:
         """Copies other tensors to these. False if that is not one call, and nothing was copied."""
-        if not self._fits(*sources):
+        if not self._fits(sources):
             return False
-        self._copy(self._addresses, _addresses(sources))
+        self._copy(self.addresses, _addresses(sources))
         return True
 
     def give(self, to: Sequence[torch.Tensor]) -> bool:
         """Copies these to other tensors. False if that is not one call, and nothing was copied."""
-        if not self._fits(*to):
+        if not self._fits(to):
             return False
         addresses = _addresses(to)
         if addresses != self._apart:
@@ -277,7 +321,7 @@ class Pieces(list[torch.Tensor]):
             if any(start + size > following for (start, size), (following, _) in zip(ends, ends[1:])):
                 return False
             self._apart = addresses
-        self._copy(addresses, self._addresses)
+        self._copy(addresses, self.addresses)
         return True
 
     def _copy(self, to: array[int], sources: array[int]) -> None:
@@ -287,7 +331,7 @@ class Pieces(list[torch.Tensor]):
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> array[int]:
-    return array("Q", map(torch.Tensor.data_ptr, tensors))
+    return tensors.addresses if isinstance(tensors, Placed) else array("Q", map(torch.Tensor.data_ptr, tensors))
 
 
 def copy_all(to: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

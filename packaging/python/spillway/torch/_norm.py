@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError
 from ._table import named
-from ._tensors import DTensor, check_has_memory, has_memory, is_partial, local, name_of
+from ._tensors import DTensor, check_has_memory, has_dtensors, has_memory, is_partial, local, name_of
 
 _Groups = list[dict[str, Any]]
 
@@ -79,8 +79,7 @@ def _counts(rows: Any, groups: _Groups, process_group: Any, kind: str) -> list[b
             [parts.count(getattr(own["params"][index], rows.grad_name), name_of(own, number, index)) for own, number, index in places],
         )
         return rows.counts[1]
-    # By type: thousands of parameters have one or two.
-    if any(issubclass(kind_of, DTensor) for kind_of in set(map(type, everything))):
+    if has_dtensors(everything):
         raise InvalidArgumentError(
             f"{kind}: parameters are DTensors, so max_norm and skip_nonfinite need process_group, the group over which the parts are summed"
         )

@@ -101,9 +101,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def has_dtensors(tensors: Iterable[Any]) -> bool:
+    """True if one of these is a DTensor. Thousands of tensors have one or two types."""
+    return any(issubclass(kind, DTensor) for kind in {*map(type, tensors)})
+
+
 def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
     """The parts of all; the same sequence if there is no DTensor."""
-    return [*map(local, tensors)] if any(issubclass(kind, DTensor) for kind in {*map(type, tensors)}) else tensors
+    return [*map(local, tensors)] if has_dtensors(tensors) else tensors
 
 
 def unused_bytes(device: torch.device) -> int:

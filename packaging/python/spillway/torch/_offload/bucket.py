@@ -21,15 +21,16 @@ import torch
 
 from ... import _abi
 from ..._early.gpu_events import After
-from ..._written import Comparison, Facts, Sums, changed, differing, facts, facts_of, sums, with_versions
+from ..._written import Comparison, Facts, Sums, compared, differing, facts, facts_of, sums, with_memory, with_versions
 from ...errors import OwnSuppressed
 from ...optim import tensor_table
-from .._copies import HostLink, Pieces, wait
+from .._copies import Alike, HostLink, Pieces, Placed, wait
 from .._states import MASTER, with_values
 from .._table import narrow_table
 from .._tensors import DTensor, local, locals_of
 from .counts import Counts
 from .portions import Portion, Tree, divide, leaves, sum_of
+from .prepared import Checked
 from .second import Second
 from .slot import Slot, plain
 
@@ -78,6 +79,23 @@ class _Memory(NamedTuple):
     steps: list[torch.Tensor]
 
 
+class _Table(NamedTuple):
+    """The C table of a portion.
+
+    Attributes:
+        rows: Its arrays.
+        addresses: Of those that may move.
+        table: The table.
+        held: What keeps its memory.
+        checked: What held when the addresses were compared; None: that was not known."""
+
+    rows: _Rows
+    addresses: list[int]
+    table: Any
+    held: list[Any]
+    checked: Checked | None
+
+
 class Bucket:
     """Parameters that are stepped together; `place` is its place in the lane. Tensors of more than `most` bytes are divided.
 
@@ -115,11 +133,14 @@ class Bucket:
         self._published: Facts = ()
         self._weight_sums: list[Any] = [None] * len(slots)
         #: What takes the sums of parameters in host memory, and writes to them without a version, while their memory is this.
-        self._in_memory: tuple[Facts, Sums, list[torch.Tensor]] | None = None
+        self._in_memory: tuple[Facts, Sums, Sequence[torch.Tensor]] | None = None
         #: The versions of the states when the gradients were copied; None: nobody asks whether the program has written to a state.
         self._versions: list[int] | None = None
         #: Masters that have taken weights which the program has written, for a step that has not happened, and their values before.
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: What was last checked one by one, and the gradients if it was found to hold since the last step.
+        self._checked: Checked | None = None
+        self._found: Alike | None = None
         #: The last change of any slot then, the uses of the parameters, and their links.
         self._known: tuple[int, tuple[list[int], list[HostLink]]] = -1, ([], [])
         self._memory: _Memory | None = None
@@ -127,8 +148,7 @@ class Bucket:
         self._counts = Counts(len(slots))
         #: The weights of a step that has no verdict, on their device.
         self.second = Second(slots, len(self.portions))
-        #: Of each portion its rows, the addresses of their arrays that may move, the C table, and what keeps its memory.
-        self._tables: dict[Portion, tuple[_Rows, list[int], Any, list[Any]]] = {}
+        self._tables: dict[Portion, _Table] = {}
 
     # During backward.
 
@@ -139,7 +159,23 @@ class Bucket:
 
     def is_as_stepped(self, states: Any) -> bool:
         """True if all gradients can be copied, and the parameters have the states and the memory that are stepped."""
-        return all(not slot.refusal() and slot.holds(states.get(slot.param)) for slot in self.slots)
+        return (
+            self._checked is not None
+            and self._checked.has(states)
+            and self.holds()
+            or all(not slot.refusal() and slot.holds(states.get(slot.param)) for slot in self.slots)
+        )
+
+    def remember(self, states: Any) -> bool:
+        """Notes that all gradients and states were just checked one by one. False if each step must check them again."""
+        self._found = None
+        self._checked = Checked(self._params, states, self._uses())
+        return self._checked.is_simple
+
+    def holds(self) -> bool:
+        """True if a check of each gradient and state would find what it found before, given the same states."""
+        self._found = None if self._checked is None else self._checked.gradients(self._uses())
+        return self._found is not None
 
     def completed(self) -> int:
         """A number that rises with the moment at which backward completed the bucket."""
@@ -152,7 +188,10 @@ class Bucket:
         changed since."""
         self.restore()
         owns = self._owns()
-        now, grads = facts_of(owns), self._grads()
+        checked = None if self._found is None else self._checked
+        now = facts_of(owns) if checked is None else with_memory(checked.facts, owns)
+        held = self._found or [*map(_grad, self._params)]
+        grads = locals_of(held)
         with torch.no_grad():
             if self.stays:
                 for slot, own, grad in zip(self.slots, owns, grads):
@@ -165,21 +204,28 @@ class Bucket:
                     for link, places in by_link:
                         link.out_all(*self._pairs(portion, places, "grad", grads))
                     self._fences[portion] = [link.fence() for link, _ in by_link]
-            self._grad_sums = sums(grads) if marked else None
-        self._held = [param.grad for param in self._params]
+            self._grad_sums = self._sums_of(grads) if marked else None
+        self._held = held
         self._versions = self._state_versions() if marked else None
         self._seen = facts_of(grads) if marked else None, now
+
+    def _sums_of(self, grads: Sequence[torch.Tensor]) -> list[Any]:
+        """The sums of gradients that were copied."""
+        if self.stays or len(self.portions) > 1 or self.portions[0].is_piece or any(link.is_apart for link in self.links()):
+            return sums(grads)
+        return self._memory_of_slots().rows[self.portions[0]].grads.sums_of(grads)
 
     def _copy_weights(self, owns: list[torch.Tensor], now: Facts, compared_later: bool) -> None:
         """Copies the weights that are not on the host. `compared_later`: step() compares the sums of all parameters, so that backward does
         not wait for a device."""
         known = (*now, self._uses())
         others = set(range(len(owns)) if self._copied is None else differing(known, self._copied))
-        asked = [place for place in range(len(owns)) if place not in others and not (compared_later and self.slots[place].link.is_apart)]
+        asked: Sequence[int] = range(len(owns))
+        if others or (compared_later and any(link.is_apart for link in self.links())):
+            asked = [place for place in asked if place not in others and not (compared_later and self.slots[place].link.is_apart)]
         if asked:
             found = self._memory_of(owns, now)[0].take()
-            differ = Comparison([found[place] for place in asked], [self._weight_sums[place] for place in asked])
-            others |= {asked[place] for place in differ.places()}
+            others |= {asked[place] for place in Comparison(_at(asked, found), _at(asked, self._weight_sums)).places()}
         if not others:
             return
         self._copied, places = None, sorted(others)
@@ -220,7 +266,7 @@ class Bucket:
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradients and weights."""
-        return self.may_be_current() and not changed(self.compared())
+        return self.may_be_current() and not compared(self.compared_sums())
 
     def may_be_current(self) -> bool:
         """False if a gradient or a parameter was replaced, or written to in a way that torch has seen."""
@@ -228,14 +274,18 @@ class Bucket:
             return False
         return self._seen == (facts_of(self._grads()), facts_of(self._owns()))
 
-    def compared(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Gradients and parameters, and their sums when they were copied."""
-        yield from zip(self._grads(), self._grad_sums or ())
-        yield from self.weights_then()
+    def compared_sums(self) -> Iterable[tuple[list[Any], list[Any]]]:
+        """The sums of gradients and parameters, and those when they were copied."""
+        if self._grad_sums is not None:
+            yield sums(self._grads()), self._grad_sums
+        yield self.compared_weights()
 
-    def weights_then(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Each parameter, and its sum when its gradient was copied; of one that stays, when the step returned before its verdict."""
-        return zip(self._owns(), self._weight_sums)
+    def compared_weights(self) -> tuple[list[Any], list[Any]]:
+        """The sums of parameters, and those when their gradients were copied; of one that stays, when the step returned before its
+        verdict."""
+        owns = self._owns()
+        now = sums(owns) if self._in_memory is None else self._memory_of(owns, facts_of(owns))[0].take()
+        return now, self._weight_sums
 
     def edited(self) -> Slot | None:
         """A parameter to whose state the program wrote since the gradients were copied; None if there is none."""
@@ -276,19 +326,23 @@ class Bucket:
         """The C table of a portion, and what keeps its memory."""
         # A view of a state does not follow the tensor if the program sets its `data`: pieces are taken anew.
         rows = _Rows(portion.rows(self.slots)) if portion.is_piece else self._memory_of_slots().rows[portion]
+        found, now = self._tables.get(portion), None if self._found is None else self._checked
+        # Scales and low bits have further memory.
+        if found and found.rows is rows and now and found.checked is now and not (self._is_split or self._is_coded):
+            return found.table, found.held
         split = [self.slots[place].split(portion.start) for place in portion.places] if self._is_split else []
         scales = [self.slots[place].scales(portion.start) for place in portion.places] if self._is_coded else []
         addresses = [*map(_data_ptr, chain(rows.movable, chain.from_iterable(chain(split, scales))))]
-        found = self._tables.get(portion)
-        if found is None or found[0] is not rows or found[1] != addresses:
+        if found is None or found.rows is not rows or found.addresses != addresses:
             if scales or split:
                 table, held = narrow_table(rows.arrays, scales or repeat(()), split or repeat(()))
             else:
                 table, held = tensor_table(self.lane.adam, rows.arrays)
             for row, place in zip(table, portion.places):
                 row.options = ctypes.addressof(self._options[place] if self._is_random else self.lane.options)
-            found = self._tables[portion] = rows, addresses, table, held
-        return found[2:]
+            found = _Table(rows, addresses, table, held, now)
+        self._tables[portion] = found._replace(checked=now)
+        return found.table, found.held
 
     def squares(self, of_portions: Mapping[Portion, float]) -> float:
         """The sum of the squares of the gradients, from those of the portions."""
@@ -322,20 +376,22 @@ class Bucket:
         owns = self._owns()
         return self.second.make([own.detach() for own in owns], self._by_link(range(len(owns))))
 
-    def publish(self, stands: bool, waiting: Callable[[], AbstractContextManager[None]]) -> list[int]:
+    def publish(self, stands: bool, at_once: bool, waiting: Callable[[], AbstractContextManager[None]]) -> list[int]:
         """Gives the parameters their new weights as they become final, except those to which the program has written since the verdict,
         after a signal that interrupted the step; returns the places of the others. Versions are those of before until `published`.
 
         Args:
             stands: The verdict has kept what was stepped before it.
+            at_once: The program has not run since `holds`.
             waiting: A block that waits for weights."""
         if self.stays:
             with waiting():
                 self.lane.tail.step(self.place)
         owns = self._owns()
-        now = self._published = facts_of(owns)
+        seen = self._seen if at_once and self._is_plain else None
+        now = self._published = facts_of(owns) if seen is None else with_memory(seen[1], owns)
         written = {*(differing(now, self._seen[1]) if self._seen is not None else ())}
-        places = [place for place in range(len(owns)) if place not in written]
+        places = [*_without(written, range(len(owns)))]
         if self.stays:
             for place in places:
                 weights, to = self.slots[place].weights, owns[place].data
@@ -352,7 +408,7 @@ class Bucket:
             with waiting():
                 self.speculation.wait(portion.number)
             if not is_there:
-                for link, own in self._by_link(place for place in portion.places if place not in written):
+                for link, own in self._by_link(_without(written, portion.places)):
                     hosts, params = self._pairs(portion, own, "weights", to)
                     link.back_all(params, hosts)
         if is_there:
@@ -360,21 +416,23 @@ class Bucket:
         self._weight_sums = memory.take()
         return places
 
-    def params_at(self, places: Sequence[int]) -> list[torch.Tensor]:
+    def params_at(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
         """The parameters at these places."""
-        return self._params if len(places) == len(self._params) else [self._params[place] for place in places]
+        return _at(places, self._params)
 
     def published(self, places: Sequence[int]) -> None:
         """The versions of these parameters have grown by their new weights."""
         known = (*with_versions(self._published, self._owns()), self._uses())
-        for place in {*range(len(self.slots))}.difference(places):
+        if len(places) < len(self.slots):
             # The copy is not that of a parameter to which the program has written.
-            known[0][place] = None
+            given = {*places}
+            known = [own if place in given else None for place, own in enumerate(known[0])], *known[1:]
         self._copied = known
 
-    def count(self, number: int) -> None:
-        """Sets the number of steps."""
-        self._counts.put(number, self._memory_of_slots().steps)
+    def count(self, number: int, at_once: bool) -> None:
+        """Sets the number of steps. `at_once`: the program has not run since `holds`."""
+        checked = self._checked if at_once and self._found is not None else None
+        self._counts.put(number, self._memory_of_slots().steps if checked is None else checked.steps)
 
     def log_bytes(self) -> float:
         """Bytes of the log of a step before the verdict."""
@@ -382,7 +440,7 @@ class Bucket:
 
     def forget(self) -> None:
         """The copies of the gradients are not used any more."""
-        self._seen, self._held, self._masters, self._fences = None, [], [], {}
+        self._seen, self._held, self._found, self._masters, self._fences = None, [], None, [], {}
         self.second.forget()
         if self.stays:
             for slot in self.slots:
@@ -402,7 +460,7 @@ class Bucket:
         """What a portion has of the host memory of one kind, "grad" or "weights", and of tensors at some of its places."""
         if not portion.is_piece and len(places) == len(portion.places):
             rows = self._memory_of_slots().rows[portion]
-            return rows.grads if kind == "grad" else rows.weights, [tensors[place] for place in places]
+            return rows.grads if kind == "grad" else rows.weights, _at(places, tensors)
         return portion.pairs(places, [*map(attrgetter(kind), self.slots)], tensors)
 
     def _memory_of_slots(self) -> _Memory:
@@ -427,12 +485,11 @@ class Bucket:
             self._known = latest, ([*map(_uses, self.slots)], [*dict.fromkeys(map(_link, self.slots))])
         return self._known[1]
 
-    def _by_link(self, places: Iterable[int]) -> list[tuple[HostLink, list[int]]]:
+    def _by_link(self, places: Sequence[int]) -> list[tuple[HostLink, Sequence[int]]]:
         """The links of these parameters, each with the places of its own."""
         links = self.links()
         if len(links) == 1:
-            return [(links[0], [*places])]
-        places = [*places]
+            return [(links[0], places)]
         found = [(link, [place for place in places if self.slots[place].link is link]) for link in links]
         return [(link, own) for link, own in found if own]
 
@@ -440,11 +497,22 @@ class Bucket:
         """The links of the parameters."""
         return self._present()[1]
 
-    def _memory_of(self, owns: list[torch.Tensor], now: Facts) -> tuple[Sums, list[torch.Tensor]]:
+    def _memory_of(self, owns: list[torch.Tensor], now: Facts) -> tuple[Sums, Sequence[torch.Tensor]]:
         """What takes the sums of the parameters, and writes to them without a version."""
         if self._in_memory is None or self._in_memory[0] != now[_MEMORY]:
-            found = now[_MEMORY], Sums(owns), [own.data for own in owns]
+            datas, on_host = [own.data for own in owns], all(own.is_cpu for own in owns)
+            found = now[_MEMORY], Sums(owns), Placed(datas) if on_host else datas
             # Not of a device, whose memory the program may free by moving the parameters.
-            self._in_memory = found if all(own.is_cpu for own in owns) else None
+            self._in_memory = found if on_host else None
             return found[1:]
         return self._in_memory[1:]
+
+
+def _at(places: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    """What a list has at these places, which rise: the list itself if they are all."""
+    return values if len(places) == len(values) else [values[place] for place in places]
+
+
+def _without(some: set[int], places: Sequence[int]) -> Sequence[int]:
+    """The other places."""
+    return [place for place in places if place not in some] if some else places

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from ...errors import UnsupportedError
 from ...swap import UNROUNDED
 from .. import _norm
 from .._states import Precision
-from .._tensors import DTensor, is_partial, is_trained, lasting, local
-from .counts import next_steps
+from .._tensors import DTensor, has_dtensors, is_partial, is_trained, lasting, local
+from .counts import Counts, next_steps
 from .memory import check_fits, needed
 from .plan import Plan
 from .slot import FLOATS, Slot
 from .tail import serves_narrow
+
+_param = attrgetter("param")
 
 
 class Parameters(torch.optim.Optimizer):
@@ -69,11 +72,11 @@ class Parameters(torch.optim.Optimizer):
                 remove({param: self._hooks.pop(param, None)})
         return found
 
-    def _numbers(self, slots: Sequence[Slot]) -> list[int]:
-        """Number of the next step of each parameter."""
-        states = [self._states.get(slot.param) for slot in slots]
+    def _numbers(self, slots: Sequence[Slot], counts: Counts | None = None) -> list[int]:
+        """Number of the next step of each parameter. `counts`: memory for as many counts."""
+        states = [*map(self._states.get, map(_param, slots))]
         if all(states):
-            return next_steps([state["step"] for state in states if state])
+            return (next_steps if counts is None else counts.following)([state["step"] for state in states if state])
         return [int(state["step"]) + 1 if state else 1 for state in states]
 
     @lasting
@@ -88,10 +91,10 @@ class Parameters(torch.optim.Optimizer):
 
     def _all_options(self, plan: Plan, numbers: Sequence[int], scale: float) -> list[Any]:
         """The C options of each lane, for steps of the plan's parameters with these numbers."""
-        found, number_of = [], dict(zip(plan.slots, numbers))
-        for lane in plan.lanes:
+        found = []
+        for lane, first in zip(plan.lanes, plan.first):
             options = _abi.sized(self._rule.options_type)
-            self._rule.put_options(options, self.param_groups[lane.group], lane.group, number_of[lane.buckets[0].slots[0]] - 1, scale)
+            self._rule.put_options(options, self.param_groups[lane.group], lane.group, numbers[first] - 1, scale)
             found.append(options)
         return found
 
@@ -124,7 +127,9 @@ class Parameters(torch.optim.Optimizer):
         if self.process_group is not None:
             return self.process_group
         # Not those of the slots: a program may have replaced parameters by DTensors since the last step, as accelerate does.
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        params = [*itertools.chain.from_iterable(group["params"] for group in self.param_groups)]
+        if not has_dtensors(params):
+            return None
         return _norm.group_of((param for param in params if isinstance(param, DTensor) and is_trained(param)), "offload")
 
     def _parts(self) -> _norm.CountedParts | None:

@@ -13,7 +13,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import add, attrgetter, sub
 from typing import Any
@@ -22,7 +22,7 @@ from ... import _abi
 from ..._early.arrivals import Arrivals
 from ..._early.memory_step import MemoryStep
 from ..._timeline import span
-from ..._written import changed
+from ..._written import compared
 from ...errors import OwnSuppressed, TimedOutError
 from ...optim import Adam
 from ...speculate import Speculation
@@ -156,6 +156,7 @@ class Plan(MemoryStep[Bucket]):
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
+        first: The place of a parameter of each lane.
         log_bytes: Bytes for the logs of steps before the verdict.
         limit: The norm above which the round clips; 0: there is none.
         prepared: What the plan was made for; None: nothing of it is known to hold."""
@@ -179,6 +180,7 @@ class Plan(MemoryStep[Bucket]):
         for slot, number in zip(self.slots, numbers):
             members.setdefault((slot.group, counts(slot), number), []).append(slot)
         self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
+        self.first = [self.slots.index(those[0]) for those in members.values()]
         hosts = {lane: lane.open(kept) for lane, kept in zip(self.lanes, tail_of(self.lanes, tail))}
         self.engines: list[Engine] = []
         early = _with_logs([bucket for own in hosts.values() for bucket in own], log_bytes)
@@ -245,7 +247,7 @@ class Plan(MemoryStep[Bucket]):
         same = [*map(bytes, options)] == self._options and limit == self.limit
         if not same or not all(bucket.may_be_current() for bucket in submitted):
             return False
-        return not changed(chain.from_iterable(bucket.compared() for bucket in submitted))
+        return not compared(chain.from_iterable(bucket.compared_sums() for bucket in submitted))
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""
@@ -343,16 +345,16 @@ class Plan(MemoryStep[Bucket]):
             if written := bucket.written():
                 return bucket.slots[written[0]]
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        places = changed(chain.from_iterable(bucket.weights_then() for bucket in self.buckets)).places()
+        places = compared(bucket.compared_weights() for bucket in self.buckets).places()
         return min((slots[place] for place in places), key=self.slots.index, default=None)
 
-    def complete(self) -> None:
+    def complete(self, at_once: bool) -> None:
         """Does what the verdict says: gives the parameters their weights, bucket by bucket as they become final, unless it skips the step,
-        and counts the step. May be repeated after an exception."""
+        and counts the step. May be repeated after an exception. `at_once`: the program has not run since step() began."""
         assert self.verdict is not None
         self._places = {}
         try:
-            self.carry_out(self._give)
+            self.carry_out(partial(self._give, at_once))
         except BaseException:
             # A second copy may have failed, and would fail again. The weights then come from the host.
             for bucket in self.buckets:
@@ -364,7 +366,7 @@ class Plan(MemoryStep[Bucket]):
             return
         for lane in self.lanes:
             for bucket in lane.buckets:
-                bucket.count(lane.number)
+                bucket.count(lane.number, at_once)
 
     def resolve(self) -> None:
         """As of the base."""
@@ -386,10 +388,10 @@ class Plan(MemoryStep[Bucket]):
         assert self.verdict is not None
         return () if self.verdict.skips else (*filter(_stays, self.buckets), *super().final())
 
-    def _give(self, bucket: Bucket) -> None:
+    def _give(self, at_once: bool, bucket: Bucket) -> None:
         """Gives parameters the weights of a bucket, for which it waits."""
         with span("offload.publish", bucket.number):
-            self._places[bucket] = bucket.publish(self._stands, self._waiting)
+            self._places[bucket] = bucket.publish(self._stands, at_once, self._waiting)
         if not bucket.stays:
             self._publishing += bucket.second.fences() or [link.fence() for link in bucket.links()]
 

@@ -63,9 +63,10 @@ class OffloadSteps(Parameters):
         """Called when backward has completed a parameter's gradient."""
         slot, plan = self._slots[param], self._plan
         slot.arrived = next(self._arrivals)
-        self._check_forward(slot)
+        if self._verdict_due is not None or (plan is not None and plan.verdict is not None):
+            raise self._late(slot)
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
-        if plan is None or plan.tail != self.tail or self._accumulates or plan.waits:
+        if plan is None or plan.tail != self._tail.buckets or self._accumulates or plan.waits:
             return
         if not self._overlaps(slot) or averages_later(slot.param):
             return
@@ -78,16 +79,14 @@ class OffloadSteps(Parameters):
             if not is_own(error):
                 raise
 
-    def _check_forward(self, slot: Slot) -> None:
-        """Raises an error if the forward of this backward did not have the weights of the last step. To give them to it now is too late."""
+    def _late(self, slot: Slot) -> OutOfOrderError:
+        """The forward of this backward did not have the weights of the last step. To give them to it now is too late."""
         if self._verdict_due is not None:
             why = "no forward or other use of the model has completed the last step"
             cure = "Call it before code that runs no forward of a module, such as a traced or exported model or a captured graph"
-        elif self._plan is not None and self._plan.verdict is not None:
-            why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
         else:
-            return
-        raise OutOfOrderError(
+            why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
+        return OutOfOrderError(
             f"offload: {slot.name} gets a gradient of a forward with old weights: {why}. {cure}: optimizer.settle(). Then repeat forward "
             "and backward"
         )
@@ -112,7 +111,7 @@ class OffloadSteps(Parameters):
             # The lanes are those of the groups of the last step.
             if plan.prepared is None or not plan.prepared.has_groups(self.param_groups):
                 return self._interrupt()
-            numbers = self._numbers(plan.slots)
+            numbers = self._numbers(plan.slots, plan.prepared.counts)
             if not plan.keeps_lanes(numbers):
                 return self._interrupt()
             plan.open(numbers, self._all_options(plan, numbers, self._scale), self._limit)
@@ -154,7 +153,7 @@ class OffloadSteps(Parameters):
                 self._await(self._next, decide)
             else:
                 decide()
-                self._complete()
+                self._complete(at_once=True)
         except BaseException:
             # With its verdict the step happens, because a forward may follow; without one it does not.
             if self._verdict_due is None:
@@ -177,10 +176,11 @@ class OffloadSteps(Parameters):
         prepared = plan.prepared if plan is not None else None
         is_prepared = prepared is not None and prepared.holds(self.param_groups, self._states)
         live = plan.slots if plan is not None and is_prepared else self._live()
+        numbers = prepared.numbers() if prepared is not None and is_prepared else None
         if not live:
             return self._interrupt()
         if plan is not None and plan.is_open:
-            if plan.waits or scale != self._scale or not self._stands(plan, live, others):
+            if plan.waits or scale != self._scale or not self._stands(plan, live, others, numbers):
                 changed = plan.edited()
                 plan.abandon()
                 if changed is not None:
@@ -192,7 +192,7 @@ class OffloadSteps(Parameters):
         if not is_prepared:
             self._check_fits()
             self._use_states(live)
-        numbers = prepared.numbers() if prepared is not None and is_prepared else self._numbers(live)
+        numbers = self._numbers(live) if numbers is None else numbers
         if not is_prepared or self._logs[0] is not self.overlap:
             self._logs = self.overlap, self._log_bytes(live)
         log_bytes = self._logs[1]
@@ -209,7 +209,7 @@ class OffloadSteps(Parameters):
             self._use_states(live)
             is_prepared = False
         if not is_prepared:
-            plan.prepared = Prepared(self.param_groups, live, self._states)
+            plan.prepared = Prepared(self.param_groups, live, plan.buckets, self._states)
         for bucket in plan.buckets:
             # `stands` has compared the gradients of submitted buckets.
             if not bucket.submitted and not bucket.is_current():
@@ -246,11 +246,12 @@ class OffloadSteps(Parameters):
         nonfinite, total = self._plan.measured(tail)
         return _norm.Measured(total, nonfinite, "")
 
-    def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
-        """True if what was stepped is what a step would do now."""
-        if not all(slot.holds(self._states.get(slot.param)) for slot in live):
-            return False
-        numbers = self._numbers(live)
+    def _stands(self, plan: Plan, live: list[Slot], others: Any, numbers: Sequence[int] | None) -> bool:
+        """True if what was stepped is what a step would do now. `numbers`: those of the steps; None: the states may be others."""
+        if numbers is None:
+            if not all(slot.holds(self._states.get(slot.param)) for slot in live):
+                return False
+            numbers = self._numbers(live)
         # The options of a lane are those of the group that it was made for.
         if not plan.is_of(live, numbers, others, self.tail, self._log_bytes(live)):
             return False
@@ -270,8 +271,9 @@ class OffloadSteps(Parameters):
         else:
             self._report(verdict)
 
-    def _complete(self) -> None:
-        """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
+    def _complete(self, at_once: bool = False) -> None:
+        """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for. `at_once`: the
+        program has not run since step() began."""
         if self._verdict_due is not None:
             self._tail.resume()
             self._hear(self._verdict_due)
@@ -280,7 +282,7 @@ class OffloadSteps(Parameters):
             return self._ended(None)
         self._report(plan.verdict)
         try:
-            without_gradients(plan.complete)
+            without_gradients(partial(plan.complete, at_once))
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             plan.drop()

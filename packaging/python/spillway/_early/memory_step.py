@@ -49,6 +49,11 @@ class MemoryStep(EarlyStep[_Bucket]):
         """True if an engine has the verdict."""
         return any(status == [0] for status in self._given)
 
+    def check_process(self) -> None:
+        """Raises an error in a forked child of the process that has opened the engines."""
+        for speculation in self.speculations:
+            speculation.handle
+
     def take_back(self) -> None:
         """As of the base."""
         if not self.is_open:

@@ -174,6 +174,8 @@ class OffloadSteps(Parameters):
             self._put_back()
         plan = self._plan
         prepared = plan.prepared if plan is not None else None
+        if plan is not None:
+            plan.check_process()
         is_prepared = prepared is not None and prepared.holds(self.param_groups, self._states)
         live = plan.slots if plan is not None and is_prepared else self._live()
         numbers = prepared.numbers() if prepared is not None and is_prepared else None

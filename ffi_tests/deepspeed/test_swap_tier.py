@@ -439,3 +439,42 @@ def test_bf16_moments_need_no_float16_weights(refused, paths):
 def test_a_split_master_needs_bfloat16_weights(refused, paths):
     needs_fp16()
     assert "have to be bfloat16 in host memory" in refused("--paths", *paths, "--block", SPLIT, "--dtype", "fp16")
+
+
+def test_weights_that_move_between_backward_and_step_take_back_the_steps_that_write_them(run_forked, tmp_path):
+    """offload_states() empties DeepSpeed's list of weights, while a thread may submit a sub-group that has begun during backward."""
+    found = run_forked(
+        f"""
+import pathlib
+import train, superoffload
+train.become_single_rank()
+import deepspeed, spillway, torch
+superoffload.allow_the_cpu()
+
+
+def trained(name, moves):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    path = pathlib.Path({str(tmp_path)!r}) / name
+    path.mkdir()
+    zero = {{"stage": 3, "sub_group_size": 1100, "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": {{"device": "nvme", "nvme_path": str(path)}}}}
+    config = {{"train_micro_batch_size_per_gpu": 2, "bf16": {{"enabled": True}}, "steps_per_print": 1 << 30, "zero_optimization": zero,
+              "spillway": {{"paths": [str(path)], "overlap": True}}, "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-2}}}}}}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for step in range(4):
+        engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16)).float().square().mean())
+        if moves and step % 2:
+            engine.offload_states()
+            engine.reload_states()
+        engine.step()
+    weights = torch.cat([param.ds_tensor.clone().view(-1) for param in model.parameters()])
+    engine.destroy()
+    return weights
+
+
+print(torch.equal(trained("plain", False), trained("moving", True)))
+""",
+        HERE,
+    )
+    assert found == "True\n"

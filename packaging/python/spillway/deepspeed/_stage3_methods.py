@@ -6,6 +6,7 @@ The unscaling of the first sub-group, when the norm is known, starts the update 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import weakref
 from typing import Any
@@ -23,7 +24,7 @@ _SETTERS = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_
 
 def overrides(stage3):
     """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name."""
-    found = {**_setting_up(stage3), **_stepping(stage3), **_gradients(stage3), **_checkpointing(stage3)}
+    found = {**_setting_up(stage3), **_stepping(stage3), **_gradients(stage3), **_moving(stage3), **_checkpointing(stage3)}
     return {**{name: method for name, method in found.items() if hasattr(stage3, name)}, _watched.MASTERS: _watched.masters()}
 
 
@@ -223,6 +224,21 @@ def _gradients(stage3):
         "get_fp32_grad_partitions": get_fp32_grad_partitions,
         **{name: setter(name) for name in _SETTERS},
     }
+
+
+def _moving(stage3):
+    """Methods that move weights, before which a tier's steps that write them are taken back."""
+
+    def resting(own):
+        @functools.wraps(own)
+        def method(self, *arguments, **named):
+            if (swapper := tiered(self)) is not None:
+                swapper.rest()
+            return own(self, *arguments, **named)
+
+        return method
+
+    return {name: resting(getattr(stage3, name)) for name in ("offload_states", "reload_states") if hasattr(stage3, name)}
 
 
 def _checkpointing(stage3):

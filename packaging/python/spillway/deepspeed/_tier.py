@@ -209,8 +209,8 @@ class TierSwapper:
         if self.overlap is not None:
             self.overlap.skip()
 
-    def _rest(self):
-        """Before a use of the states: takes back what was submitted of the next step."""
+    def rest(self):
+        """Before a use of the states, or a move of the weights that a step writes: takes back what was submitted of the next step."""
         if self.overlap is not None:
             self.overlap.abandon()
 
@@ -281,14 +281,14 @@ class TierSwapper:
 
     def read(self, index, *arrays):
         """Copies param, exp_avg and exp_avg_sq of a sub-group, or the first of them, into float32 arrays."""
-        self._rest()
+        self.rest()
         self.parts.read(self.tiered, index, *arrays, weights=self.belonging(index))
 
     def write(self, index, param, exp_avg, exp_avg_sq):
         """Sets a sub-group's state from float32 arrays; None keeps a part."""
         import torch
 
-        self._rest()
+        self.rest()
         self.parts.write(self.tiered, index, param, exp_avg, exp_avg_sq)
         if self.settings.split_master and param is not None:
             self._belonging[index] = param.to(torch.bfloat16)
@@ -327,7 +327,7 @@ class TierSwapper:
         values that are stored beside it."""
 
         def prepared():
-            self._rest()
+            self.rest()
             facts = self._facts(list(self.steps), self._adam_state())
             if self.settings.split_master:
                 self._put_weights()
@@ -401,7 +401,7 @@ class TierSwapper:
             raise InvalidArgumentError("the checkpoint's optimizer states are a snapshot of a tier; load it by engine.load_checkpoint()")
 
         def take():
-            self._rest()
+            self.rest()
             self.tiered.take(self.found)
             self._take_committed()
             if not with_moments:

@@ -143,6 +143,11 @@ impl FileLock {
         self.file().is_some_and(|file| !self.excludes || lock(file).unwrap_or(true))
     }
 
+    /// False if the locked file was removed from its directory: another process may lock a new one of its name.
+    pub fn has_a_name(&self) -> bool {
+        self.file().is_none_or(|file| file::info(file).is_ok_and(|info| info.links > 0))
+    }
+
     /// False if the lock does not keep another process of this mount out.
     pub fn excludes(&self) -> bool {
         self.excludes

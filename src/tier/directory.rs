@@ -457,7 +457,13 @@ impl Storage for DirStorage {
     fn check_lease(&self) -> Result<()> {
         match self.directory.lock.lease_is_valid() {
             true => Ok(()),
-            false => self.bounded(|directory| directory.lock.check_lease()),
+            false => self.bounded(|directory| {
+                // What it says of a lost name is more exact.
+                if !directory.lock.lock().has_a_name() {
+                    directory.check(&[])?;
+                }
+                directory.lock.check_lease()
+            }),
         }
     }
 

@@ -64,7 +64,8 @@ class SpeculationStats(NamedTuple):
         buckets_committed: Buckets whose early step was kept.
         buckets_redone: Buckets whose early step was redone.
         buckets_rolled_back: Buckets whose early step was rolled back.
-        buckets_spared: Buckets not stepped before the verdict, because it was already certain or they are in GPU memory.
+        buckets_spared: Buckets not stepped before the verdict: it was already certain, early steps of the last two rounds were in vain,
+            they are in GPU memory, or `undo` is "none".
         exposed_seconds: Seconds that callers waited, summed over callers.
         seconds_since_begun: Seconds since the first bucket of the open or the last round began; -1 if none has begun."""
 

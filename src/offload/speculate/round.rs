@@ -132,7 +132,8 @@ pub struct Round {
     early: bool,
     /// Rounds in a row whose steps before the verdict were in vain, or would have been.
     in_vain: u32,
-    /// The last round was aborted: its steps may be those of the open one.
+    /// The last round was aborted, and has stepped early or would have: the open one may repeat it, and does not show that
+    /// early steps are kept.
     aborted: bool,
     rolled_back_buckets: Vec<u32>,
     counts: Counts,
@@ -324,8 +325,9 @@ impl Round {
                     BucketState::Known { stepped: true, .. } | BucketState::Running(Task::Speculate)
                 )
             };
-            self.in_vain = self.in_vain.saturating_add(u32::from(self.buckets.iter().any(stepped)));
-            self.aborted |= !self.order.is_empty();
+            let in_vain = self.buckets.iter().any(stepped);
+            self.in_vain = self.in_vain.saturating_add(u32::from(in_vain));
+            self.aborted |= in_vain || (!self.early && !self.order.is_empty());
             self.close(Verdict::Skip);
         }
         open

@@ -143,6 +143,12 @@ fn a_step_that_is_repeated_after_an_abort_does_not_show_that_early_steps_are_kep
     }
     assert_eq!(next_task(&mut round, kept, false), Task::Measure);
     assert_eq!(next_task(&mut round, kept, false), Task::Speculate);
+    round.begin(clip(), false).unwrap();
+    round.submit(0).unwrap();
+    assert!(round.abort(), "before a step, which says nothing");
+    for wanted in [Task::Speculate, Task::Speculate, Task::Measure] {
+        assert_eq!(next_task(&mut round, Some(Verdict::Redo(0.5)), false), wanted);
+    }
 }
 
 #[test]

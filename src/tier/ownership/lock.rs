@@ -303,9 +303,9 @@ impl OwnedLock {
     }
 
     /// True if the lease is valid. Without a lease, because the system's lock suffices: true until another owner was
-    /// seen.
+    /// seen, or the lock was removed.
     pub(in crate::tier) fn lease_is_valid(&self) -> bool {
-        if self.is_leased() { self.kept.is_valid() } else { !self.kept.is_lost() }
+        if self.is_leased() { self.kept.is_valid() } else { !self.kept.is_lost() && self.lock().has_a_name() }
     }
 
     /// Fails with `Fenced` if another process may own the directory. Reads the record only if the lease has to be
@@ -314,7 +314,11 @@ impl OwnedLock {
         match self.lease_is_valid() {
             true => Ok(()),
             false if self.is_leased() => self.verdict(self.kept.renew()),
-            false => self.check_owner(),
+            false if self.lock().has_a_name() => self.check_owner(),
+            false => {
+                let message = "the file was removed, and another process may own the tier by now";
+                Err(TierError::at(TierKind::PathMissing, self.path.join(LOCK).to_string_lossy(), message))
+            }
         }
     }
 

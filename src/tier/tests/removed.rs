@@ -171,6 +171,21 @@ fn a_tier_is_destroyed_only_where_it_still_lies() {
 }
 
 #[test]
+fn a_tier_whose_lock_was_removed_writes_nothing_over_the_commits_of_its_next_owner() {
+    let (_dir, bases) = bases();
+    let first = Tier::open(options(&bases[..1])).unwrap();
+    step(&first, 1).unwrap();
+    fs::remove_file(owner().below(&bases[0]).join("lock")).unwrap();
+    let second = Tier::open(options(&bases[..1])).unwrap();
+    step(&second, 2).unwrap();
+    let error = write(&first, 0, seed_of(3, 0), &ExtentPlacement::Auto).unwrap_err();
+    assert_eq!(error.tier_kind(), Some(TierKind::PathMissing), "{error}");
+    assert!(first.commit(3, &3_u64.to_le_bytes()).is_err());
+    drop((first, second));
+    assert!(is_at(&Tier::open(options(&bases[..1])).unwrap(), 2));
+}
+
+#[test]
 fn a_commit_below_a_prefix_whose_lock_was_deleted_is_an_error() {
     let store = Store::default();
     let place = PathLocation::Store(store.clone());

@@ -196,7 +196,7 @@ class Bucket:
             if self.stays:
                 for slot, own, grad in zip(self.slots, owns, grads):
                     slot.grad, slot.then = plain(grad.detach(), slot.param.dtype), facts(own)
-                    self._follow(slot, own.detach())
+                self._follow_written(owns, now)
             else:
                 self._copy_weights(owns, now, compared_later=marked)
                 for portion in self.portions:
@@ -239,6 +239,17 @@ class Bucket:
         for place, total in zip(places, totals):
             self._weight_sums[place] = total
         self._copied = known
+
+    def _follow_written(self, owns: Sequence[torch.Tensor], now: Facts) -> None:
+        """Gives the masters of a tail the weights to which the program has written since the last step. Other masters keep what the program
+        has written to them."""
+        masters = [place for place, slot in enumerate(self.slots) if MASTER in slot.parts]
+        others = {*masters} if self._copied is None else {*differing((*now, self._uses()), self._copied)}
+        if asked := [place for place in masters if place not in others]:
+            found = Comparison(sums(_at(asked, owns)), _at(asked, self._weight_sums))
+            others |= {asked[place] for place in found.places()}
+        for place in sorted(others.intersection(masters)):
+            self._follow(self.slots[place], owns[place].detach())
 
     def _follow(self, slot: Slot, weights: torch.Tensor) -> None:
         """Gives the master the weights that it does not round to, until `restore`."""
@@ -398,6 +409,7 @@ class Bucket:
                 # A parameter that is plain was stepped in place.
                 if weights.data_ptr() != to.data_ptr():
                     to.copy_(weights)
+            self._weight_sums = sums(owns)
             return places
         memory, to = self._memory_of(owns, now)
         if not stands:

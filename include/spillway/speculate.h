@@ -118,8 +118,9 @@ typedef struct spw_spec spw_spec;
 // after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 // later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
 // measured nor stepped. With SPW_UNDO_MODE_NONE all buckets are only measured before the verdict. So are they after
-// two rounds in a row whose early steps were repeated or taken back, until a verdict would have kept such steps; not
-// with SPW_SPEC_PUBLISH_SPECULATIVE, whose readers use them.
+// two rounds in a row with a verdict other than SPW_SPEC_VERDICT_COMMIT, or whose early steps an abort took back, until
+// a verdict would have kept such steps; that of the round after such an abort says nothing. The rule does not hold with
+// SPW_SPEC_PUBLISH_SPECULATIVE, whose readers use early steps.
 spw_status spw_spec_open(const spw_spec_options *options,
                          spw_spec **spec_out);
 

@@ -235,3 +235,29 @@ def test_a_signal_in_the_completion_of_a_step_leaves_the_rest_to_the_next_forwar
 
     (plain, *rest), (others, *other_rest) = trained(False), trained(True)
     assert all(map(torch.equal, plain, others)) and rest == other_rest
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("tail", [0, 2])
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_what_a_program_writes_to_a_master_between_steps_counts(verdict, tail, skips):
+    """Also after a step that was skipped: no weights were written since, which the master would have to follow."""
+
+    def trained(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(torch.bfloat16)
+        optimizer = spillway.torch.offload(model, lr=0.01, skip_nonfinite=True, bucket_bytes=1, model=model, **options)
+        for step in range(4):
+            loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+            (loss * (math.nan if skips and step == 1 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.settle()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        optimizer.state[param]["master_param"].mul_(0.5)
+        optimizer.settle()
+        return values(model.parameters())
+
+    assert all(map(torch.equal, trained(overlap=True, verdict=verdict, tail=tail), trained(overlap=False)))

@@ -375,8 +375,11 @@ class Bucket:
         """The versions of the parameters have grown, not by a write of the program."""
         if self._seen is None:
             return
-        owns = self._owns()
+        owns, before = self._owns(), self._seen[1]
         self._seen = self._seen[0], facts_of(owns)
+        # The copies are those of the weights still, whatever the verdict: masters must not follow weights that nobody has written.
+        if self._copied is not None and self._copied[:-1] == before:
+            self._copied = (*self._seen[1], self._copied[-1])
         if self.stays:
             self._weight_sums = sums(owns)
             for slot, own in zip(self.slots, owns):

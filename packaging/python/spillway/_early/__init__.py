@@ -11,7 +11,7 @@ One object is the step: `EarlyStep` has its buckets, arrivals, verdict, publicat
 
 | question | home |
 |---|---|
-| When are buckets taken back, when is a step carried out, and what follows a signal handler that raises? | `EarlyStep` |
+| When are buckets rolled back? When is the verdict carried out? What happens after a signal handler has raised? | `EarlyStep` |
 | Does the program have a step wait for step()? | `waits` of `EarlyStep` |
 | Were the last steps in vain, so that the next ones wait? | the library's rounds (src/offload/speculate/round.rs); of tiers `TierStep` |
 | Which buckets has backward completed? | `Arrivals` |

@@ -3,7 +3,7 @@
 | the step is | what holds | how it goes on |
 |---|---|---|
 | empty | nothing was submitted | `submit` |
-| submitted | buckets are stepped, and can be taken back | `abandon` takes them back; or the verdict comes |
+| submitted | buckets are stepped without a verdict | `abandon` rolls them back, or the verdict comes |
 | decided | the step will be done | `carry_out`, again after a signal handler that raised |
 
 Before the verdict nothing is final: each error, and each access to the states, takes the steps back, and what is left of the step waits.
@@ -37,11 +37,11 @@ class EarlyStep(Round[_Bucket]):
 
     @property
     def is_used(self) -> bool:
-        """True if something has begun that `abandon` takes back."""
+        """True if a part of this step has begun, which `abandon` rolls back."""
         return bool(self.submitted)
 
     def take_back(self) -> None:
-        """Takes back what was stepped without a verdict. Of a step that has failed after its verdict, waits for the end."""
+        """Rolls back what was stepped without a verdict. If a step has failed after its verdict, waits until the library has ended it."""
         raise NotImplementedError
 
     def resolve(self) -> None:
@@ -59,9 +59,9 @@ class EarlyStep(Round[_Bucket]):
     # What does not.
 
     def abandon(self) -> None:
-        """Takes back what was stepped: the states are those before the step, and what is left of it waits."""
+        """Rolls back what was stepped: the states are those before the step. The other buckets wait for step()."""
         if self.is_used:
-            # First: after a signal handler that raises nothing takes the rest for a step that stands.
+            # Set first: if a signal handler raises below, step() must not keep what is left of this step.
             self.waits = True
         self.drop()
 
